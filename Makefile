@@ -1,0 +1,46 @@
+# Every target makes the environment it needs. On a fresh clone, with Python 3.11 or newer and a package index:
+#
+#   make compare                        the paths of one layer side by side, in out/compare
+#   make compare ARGS="--backward"      arguments of scripts/compare.py
+#   make test                           the tests;  ARGS="tests/test_plan.py -x" goes to pytest
+#   make bench                          grouped products and the one-device layer against dense ones
+#   make lint                           ruff and mypy
+#   make clean                          removes the environment
+#
+# PYTHON picks the interpreter a new environment is made with, VENV its folder.
+
+PYTHON ?= python3
+VENV ?= .venv
+ARGS ?=
+
+RUN := $(VENV)/bin/python
+
+.PHONY: compare test bench lint clean
+.DELETE_ON_ERROR:
+
+compare: $(VENV)/.installed-plot
+	$(RUN) scripts/compare.py $(ARGS)
+
+test: $(VENV)/.installed-test
+	$(RUN) -m pytest $(ARGS)
+
+bench: $(VENV)/.installed-plot
+	$(RUN) scripts/bench_grouped.py $(ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+	$(RUN) -m mypy
+
+clean:
+	rm -rf $(VENV)
+
+# The stamp of an extra: the package is installed in place with what that extra needs.
+$(VENV)/.installed-%: pyproject.toml | $(VENV)/bin/python
+	@echo "installing jax_ep[$*] into $(VENV)"
+	@$(RUN) -m pip install --quiet --disable-pip-version-check --editable ".[$*]"
+	@touch $@
+
+$(VENV)/bin/python:
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or newer is needed, and $(PYTHON) is " + sys.version.split()[0] + "; make PYTHON=python3.12 works where that is installed")'
+	@$(PYTHON) -m venv $(VENV)

@@ -1,0 +1,43 @@
+"""Mixture-of-experts layers for JAX and Flax, experts spread over devices with explicit packed exchanges."""
+
+from jax_ep.config import CommConfig, ConfigError, MoEConfig, OverlapConfig, RouterConfig, WorkloadConfig
+from jax_ep.grouped import grouped_matmul
+from jax_ep.layer import CHECKPOINT_NAMES, MoELayer, init_params, moe, param_shardings
+from jax_ep.ledger import byte_ledger
+from jax_ep.paths import Dispatched, combine, dispatch, make_plan
+from jax_ep.plan import Plan
+from jax_ep.routing import MoEStats, Routing, balance_loss, balanced_routing, route, router_logits, z_loss
+from jax_ep.sharding import make_mesh
+from jax_ep.transport import Part, exchange, ragged_all_to_all
+
+__all__ = [
+    "CHECKPOINT_NAMES",
+    "CommConfig",
+    "ConfigError",
+    "Dispatched",
+    "MoEConfig",
+    "MoELayer",
+    "MoEStats",
+    "OverlapConfig",
+    "Part",
+    "Plan",
+    "RouterConfig",
+    "Routing",
+    "WorkloadConfig",
+    "balance_loss",
+    "balanced_routing",
+    "byte_ledger",
+    "combine",
+    "dispatch",
+    "exchange",
+    "grouped_matmul",
+    "init_params",
+    "make_mesh",
+    "make_plan",
+    "moe",
+    "param_shardings",
+    "ragged_all_to_all",
+    "route",
+    "router_logits",
+    "z_loss",
+]

@@ -1,0 +1,300 @@
+"""Frozen configurations, validated when built. Nothing here touches a device.
+
+Every refusal is a `ConfigError` that names the field, its value, the rule and a value that works.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NoReturn
+
+import jax.numpy as jnp
+
+MODES = ("dense", "allgather", "padded", "packed")
+TRANSPORTS = ("auto", "ragged", "all_to_all", "all_gather")
+ACTIVATIONS = ("swiglu", "gelu", "gpt_oss")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot mean anything, or not yet."""
+
+
+def refuse(field: str, value: Any, rule: str, works: Any) -> NoReturn:
+    """Raises the one form of error message this library uses."""
+    raise ConfigError(f"{field}={value!r}: {rule}; {field}={works!r} works")
+
+
+def _one_of(field: str, value: Any, allowed: tuple[str, ...]) -> None:
+    if value not in allowed:
+        refuse(field, value, f"must be one of {', '.join(allowed)}", allowed[-1])
+
+
+def _positive_int(field: str, value: Any, works: int, least: int = 1) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        refuse(field, value, f"must be an integer of at least {least}", works)
+
+
+def _positive_number(field: str, value: Any, works: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        refuse(field, value, "must be a finite number above 0", works)
+
+
+def _boolean(field: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        refuse(field, value, "must be True or False", True)
+
+
+@dataclasses.dataclass(frozen=True)
+class RouterConfig:
+    """How logits become experts and weights. The published families differ only in these fields.
+
+    Attributes:
+      top_k: experts a token goes to, K.
+      score_function: "softmax" over all experts, or "sigmoid" of each (deepseek_v3).
+      normalize_weights: divide the K weights by their sum.
+      softmax_after_top_k: choose by logit, then softmax over the K chosen (gpt_oss, granitemoe).
+      num_groups: experts are in this many equal groups (deepseek); 1 means no groups.
+      top_k_groups: groups whose experts may be chosen.
+      group_score: a group's score: "max" of its experts (deepseek_v2) or "top2_sum" (deepseek_v3).
+      scale: factor on the final weights (`routed_scaling_factor`).
+      logit_bias: the router has a trained bias [E] (gpt_oss).
+      selection_bias: an untrained bias [E] takes part in choosing, not in the weights (deepseek_v3).
+    """
+
+    top_k: int
+    score_function: str = "softmax"
+    normalize_weights: bool = True
+    softmax_after_top_k: bool = False
+    num_groups: int = 1
+    top_k_groups: int = 1
+    group_score: str = "max"
+    scale: float = 1.0
+    logit_bias: bool = False
+    selection_bias: bool = False
+
+    def __post_init__(self) -> None:
+        _positive_int("top_k", self.top_k, 2)
+        _one_of("score_function", self.score_function, ("sigmoid", "softmax"))
+        _one_of("group_score", self.group_score, ("top2_sum", "max"))
+        _positive_int("num_groups", self.num_groups, 1)
+        _positive_int("top_k_groups", self.top_k_groups, 1)
+        _positive_number("scale", self.scale, 1.0)
+        for field in ("normalize_weights", "softmax_after_top_k", "logit_bias", "selection_bias"):
+            _boolean(field, getattr(self, field))
+        if self.top_k_groups > self.num_groups:
+            rule = f"cannot exceed num_groups={self.num_groups}"
+            refuse("top_k_groups", self.top_k_groups, rule, self.num_groups)
+        if self.softmax_after_top_k and self.score_function != "softmax":
+            rule = "softmax_after_top_k takes a softmax of the chosen logits"
+            refuse("score_function", self.score_function, rule, "softmax")
+        if self.softmax_after_top_k and (self.num_groups > 1 or self.selection_bias):
+            field = "num_groups" if self.num_groups > 1 else "selection_bias"
+            rule = "softmax_after_top_k chooses by logit alone"
+            refuse(field, getattr(self, field), rule, 1 if field == "num_groups" else False)
+
+
+@dataclasses.dataclass(frozen=True)
+class CommConfig:
+    """How tokens reach their experts.
+
+    Attributes:
+      mode: "dense" (every expert on every token), "allgather", "padded" or "packed".
+      transport: how packed rows cross: "ragged", "all_to_all", "all_gather" (simulation only), or "auto":
+        ragged where the devices run it without host synchronisation, else all_to_all.
+      recv_rows_factor: the receive buffer of packed holds this many times the balanced rows; a routing
+        that needs more takes more rounds and stays exact. None: room for the worst case, one round.
+      capacity_factor: an expert takes at most ceil(c * tokens * K / E) rows of the tokens that share an
+        expert axis, first come in token order; the rest add 0 and are counted. None: nothing is dropped.
+      dedup, num_chunks, wire_dtype, messages: reserved for what is not built yet; other values are refused.
+    """
+
+    mode: str = "packed"
+    transport: str = "auto"
+    recv_rows_factor: float | None = 2.0
+    dedup: bool = False
+    num_chunks: int = 1
+    capacity_factor: float | None = None
+    wire_dtype: str | None = None
+    messages: str = "rank"
+
+    def __post_init__(self) -> None:
+        _one_of("mode", self.mode, MODES)
+        _one_of("transport", self.transport, TRANSPORTS)
+        if self.recv_rows_factor is not None:
+            _positive_number("recv_rows_factor", self.recv_rows_factor, 2.0)
+        if self.capacity_factor is not None:
+            _positive_number("capacity_factor", self.capacity_factor, 1.25)
+        if self.mode != "packed":
+            rule = f'only mode="packed" reads it, and mode is {self.mode!r}'
+            if self.transport != "auto":
+                refuse("transport", self.transport, rule, "auto")
+            if self.recv_rows_factor != 2.0:
+                refuse("recv_rows_factor", self.recv_rows_factor, rule, 2.0)
+        if self.capacity_factor is not None and self.mode in ("dense", "allgather"):
+            refuse("capacity_factor", self.capacity_factor, f"mode {self.mode!r} drops nothing", None)
+        not_built = "is not built yet"
+        if self.dedup is not False:
+            refuse("dedup", self.dedup, not_built, False)
+        if self.num_chunks != 1 or isinstance(self.num_chunks, bool):
+            refuse("num_chunks", self.num_chunks, not_built, 1)
+        if self.wire_dtype is not None:
+            refuse("wire_dtype", self.wire_dtype, not_built, None)
+        if self.messages != "rank":
+            refuse("messages", self.messages, not_built, "rank")
+
+
+@dataclasses.dataclass(frozen=True)
+class OverlapConfig:
+    """Overlap switches. None is built yet, and a switch that would silently do nothing is refused."""
+
+    delay_wgrad_compute: bool = False
+    moe_shared_expert_overlap: bool = False
+
+    def __post_init__(self) -> None:
+        for field in ("delay_wgrad_compute", "moe_shared_expert_overlap"):
+            if getattr(self, field) is not False:
+                refuse(field, getattr(self, field), "is not built yet", False)
+
+
+@dataclasses.dataclass(frozen=True)
+class MoEConfig:
+    """One mixture-of-experts layer.
+
+    Attributes:
+      hidden_size: H.
+      intermediate_size: I, of one expert.
+      num_experts: E. Where the expert axis does not divide it, it is padded with empty experts.
+      router: a RouterConfig.
+      comm: a CommConfig.
+      overlap: an OverlapConfig.
+      activation: "swiglu" silu(gate) * up, "gelu" of up alone (no gate matrix), or "gpt_oss" (clamped, gated).
+      expert_bias: every expert product has a bias.
+      num_shared_experts: experts that every token goes through, as one MLP of their summed width; 0: none.
+      shared_intermediate_size: that width; None: num_shared_experts * intermediate_size.
+      shared_gate: the shared output is multiplied by sigmoid(x @ gate) (qwen2_moe).
+      dtype: of the computation, the rows that travel and the result.
+      param_dtype: of the parameters.
+      expert_axis: mesh axis that the experts are spread over.
+      token_axes: mesh axes that the tokens are spread over, outermost first; includes expert_axis.
+      shard_sequence: how x [B, S, H] lies on the mesh. True: batch over token_axes without expert_axis,
+        sequence over expert_axis. False: batch over all token_axes. None: as x's own sharding says where it
+        is visible (concrete arrays, Explicit axes), else sequence where it divides, else batch.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    router: RouterConfig
+    comm: CommConfig = CommConfig()
+    overlap: OverlapConfig = OverlapConfig()
+    activation: str = "swiglu"
+    expert_bias: bool = False
+    num_shared_experts: int = 0
+    shared_intermediate_size: int | None = None
+    shared_gate: bool = False
+    dtype: str = "float32"
+    param_dtype: str = "float32"
+    expert_axis: str = "expert"
+    token_axes: tuple[str, ...] = ("data", "expert")
+    shard_sequence: bool | None = None
+
+    def __post_init__(self) -> None:
+        _positive_int("hidden_size", self.hidden_size, 512)
+        _positive_int("intermediate_size", self.intermediate_size, 1024)
+        _positive_int("num_experts", self.num_experts, 8)
+        for field, kind in (("router", RouterConfig), ("comm", CommConfig), ("overlap", OverlapConfig)):
+            if not isinstance(getattr(self, field), kind):
+                works = kind(2) if kind is RouterConfig else kind()
+                refuse(field, getattr(self, field), f"must be a {kind.__name__}", works)
+        _one_of("activation", self.activation, ACTIVATIONS)
+        _boolean("expert_bias", self.expert_bias)
+        _boolean("shared_gate", self.shared_gate)
+        _positive_int("num_shared_experts", self.num_shared_experts, 0, least=0)
+        router, experts = self.router, self.num_experts
+        if router.top_k > experts:
+            refuse("top_k", router.top_k, f"cannot exceed num_experts={experts}", min(2, experts))
+        if experts % router.num_groups:
+            refuse("num_groups", router.num_groups, f"must divide num_experts={experts}", 1)
+        group = experts // router.num_groups
+        if router.top_k > router.top_k_groups * group:
+            rule = f"{router.top_k_groups} groups of {group} experts hold fewer than that"
+            refuse("top_k", router.top_k, rule, router.top_k_groups * group)
+        if router.group_score == "top2_sum" and router.num_groups > 1 and group < 2:
+            refuse("group_score", router.group_score, "needs groups of at least two experts", "max")
+        if self.shared_intermediate_size is not None:
+            _positive_int("shared_intermediate_size", self.shared_intermediate_size, self.intermediate_size)
+        if self.num_shared_experts == 0:
+            if self.shared_intermediate_size is not None:
+                rule = "there are no shared experts (num_shared_experts=0)"
+                refuse("shared_intermediate_size", self.shared_intermediate_size, rule, None)
+            if self.shared_gate:
+                refuse("shared_gate", True, "there are no shared experts (num_shared_experts=0)", False)
+        for field in ("dtype", "param_dtype"):
+            object.__setattr__(self, field, _dtype_name(field, getattr(self, field)))
+        axes = self.token_axes
+        axes = (axes,) if isinstance(axes, str) else tuple(axes)
+        object.__setattr__(self, "token_axes", axes)
+        if self.expert_axis not in axes or len(set(axes)) != len(axes):
+            rule = f"must name each axis once and include expert_axis={self.expert_axis!r}"
+            refuse("token_axes", axes, rule, ("data", self.expert_axis))
+        if self.shard_sequence is not None:
+            _boolean("shard_sequence", self.shard_sequence)
+
+    @property
+    def shared_width(self) -> int:
+        """Width of the shared experts' one MLP; 0 without."""
+        return self.shared_intermediate_size or self.num_shared_experts * self.intermediate_size
+
+    @property
+    def gated(self) -> bool:
+        """Whether an expert has a gate matrix beside up and down."""
+        return self.activation != "gelu"
+
+    def padded_experts(self, ranks: int) -> int:
+        """E with the empty experts that make it divide over `ranks`."""
+        return -(-self.num_experts // ranks) * ranks
+
+    def __repr__(self) -> str:
+        parts = [f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self)]
+        pads = [(r, self.padded_experts(r)) for r in (2, 4, 8, 16, 32, 64) if self.num_experts % r]
+        if self.num_experts > 1 and pads:
+            said = ", ".join(f"{p} on {r}" for r, p in pads)
+            at = next(i for i, p in enumerate(parts) if p.startswith("num_experts="))
+            parts[at] += f" <padded with empty experts to {said}>"
+        return f"MoEConfig({', '.join(parts)})"
+
+
+def _dtype_name(field: str, value: Any) -> str:
+    try:
+        name = jnp.dtype(value).name
+    except TypeError:
+        name = str(value)
+    _one_of(field, name, DTYPES[::-1])
+    return name
+
+
+@dataclasses.dataclass(frozen=True)
+class WorkloadConfig:
+    """A named benchmark workload: one layer on a batch, and how it is measured.
+
+    Attributes:
+      batch_size, sequence_length: B and S of the whole batch, over all devices.
+      moe: the layer.
+      expert_parallel, data_parallel: sizes of the mesh axes.
+      warmup, runs: untimed and timed runs of every mode.
+    """
+
+    batch_size: int
+    sequence_length: int
+    moe: MoEConfig
+    expert_parallel: int = 8
+    data_parallel: int = 1
+    warmup: int = 2
+    runs: int = 5
+
+    def __post_init__(self) -> None:
+        works = {"batch_size": 8, "sequence_length": 64, "expert_parallel": 8, "data_parallel": 1, "runs": 5}
+        for field, value in works.items():
+            _positive_int(field, getattr(self, field), value)
+        _positive_int("warmup", self.warmup, 2, least=0)

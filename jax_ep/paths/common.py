@@ -1,0 +1,57 @@
+"""What every path hands to the experts, and back.
+
+Letters: T tokens, K top_k, H hidden, N = T*K assignments, M rows, A places for assignments, L local experts, R ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep import plan as planning
+from jax_ep.config import CommConfig
+from jax_ep.plan import Geometry, Plan
+
+# (rows [M, H], index [A], group_sizes [L], weights [A] | None, params) -> [M, H]
+ExpertFn = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None, Any], jax.Array]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Dispatched:
+    """Rows beside their experts.
+
+    Attributes:
+      rows: [M, H] what arrived; rows that nobody sent are zeros.
+      index: [A] int32, the row of each assignment, sorted by local expert.
+      group_sizes: [L] int32, assignments of each local expert; what is past their sum in `index` means nothing.
+      weights: [A] float32 where the experts' rank does the weighting, else None.
+      plan: the Plan, complete.
+    """
+
+    rows: jax.Array
+    index: jax.Array
+    group_sizes: jax.Array
+    weights: jax.Array | None
+    plan: Plan
+
+
+def geometry(comm: CommConfig, tokens: int, top_k: int, padded_experts: int, ranks: int, transport: str) -> Geometry:
+    """The static side of a plan: `tokens` of one rank, E padded to divide over `ranks`."""
+    n = max(1, tokens * top_k)
+    if comm.mode == "packed" and ranks > 1:
+        return Geometry(tokens, top_k, padded_experts, ranks, planning.quota(n, ranks, comm.recv_rows_factor), transport)
+    return Geometry(tokens, top_k, padded_experts, ranks, n)
+
+
+def grouped(
+    rows: jax.Array, experts: jax.Array, weights: jax.Array, plan: Plan, num_experts: int
+) -> Dispatched:
+    """Dispatched for rows [M, H] that are here already: experts [M, K] local ids, weights [M, K] applied here."""
+    order, sizes = planning.sort_by_expert(experts.reshape(-1), num_experts)
+    sorted_weights = jnp.asarray(weights).reshape(-1)[order]  # [M * K]
+    return Dispatched(rows, order // experts.shape[1], sizes, sorted_weights, plan)

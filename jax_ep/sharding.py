@@ -1,0 +1,143 @@
+"""Axis names, meshes, and how a layer's arrays lie on them.
+
+Letters: B batch, S sequence, T tokens, H hidden.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_ep.config import ConfigError, MoEConfig, refuse
+
+
+def make_mesh(expert: int, data: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
+    """A mesh with axes ("data", "expert"), axis types Auto.
+
+    Args:
+      expert: ranks that the experts are spread over, R.
+      data: replicas of that, D.
+      devices: data * expert devices in row-major order; None takes the first ones there are.
+
+    Raises:
+      ConfigError: a size below 1, or more devices asked for than there are.
+    """
+    for field, value in (("expert", expert), ("data", data)):
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+            refuse(field, value, "must be an integer of at least 1", 1)
+    have = list(jax.devices() if devices is None else devices)
+    need = data * expert
+    if need > len(have) or (devices is not None and need != len(have)):
+        raise ConfigError(
+            f"expert={expert!r}, data={data!r}: the mesh needs {need} devices and {len(have)} are "
+            f"{'there' if devices is None else 'given'}; expert={max(1, len(have) // data)!r} works"
+            " (XLA_FLAGS=--xla_force_host_platform_device_count=8 simulates eight on a CPU)"
+        )
+    grid = np.array(have[:need]).reshape(data, expert)
+    return Mesh(grid, ("data", "expert"), axis_types=(AxisType.Auto, AxisType.Auto))
+
+
+class Axes(NamedTuple):
+    """The axes of one mesh that a layer uses.
+
+    Attributes:
+      expert: the expert axis' name; None on one device without a mesh.
+      outer: the other token axes that the mesh has.
+      ranks: size of the expert axis, R.
+      replicas: product of the outer sizes, D.
+    """
+
+    expert: str | None
+    outer: tuple[str, ...]
+    ranks: int
+    replicas: int
+
+    @property
+    def tokens(self) -> tuple[str, ...]:
+        return self.outer + ((self.expert,) if self.expert else ())
+
+
+ONE_DEVICE = Axes(None, (), 1, 1)
+
+
+def ambient_mesh() -> AbstractMesh | None:
+    """The mesh of `jax.set_mesh`, or of the shard_map one is in; None where there is none."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty else mesh
+
+
+def layer_axes(config: MoEConfig, mesh: Mesh | AbstractMesh | None) -> Axes:
+    """Which axes of `mesh` the layer uses. token_axes that the mesh lacks count as size 1."""
+    if mesh is None:
+        return ONE_DEVICE
+    sizes = dict(mesh.shape)
+    if config.expert_axis not in sizes:
+        rule = f"the mesh has no such axis; its axes are {tuple(sizes)}"
+        refuse("expert_axis", config.expert_axis, rule, next(iter(sizes), "expert"))
+    # Order matters: it is the order of tokens. The expert axis comes innermost (SEMANTICS: data, expert, position).
+    if config.token_axes[-1] != config.expert_axis:
+        rule = f"expert_axis={config.expert_axis!r} must come last, since token order is (outer, expert, position)"
+        works = tuple(a for a in config.token_axes if a != config.expert_axis) + (config.expert_axis,)
+        refuse("token_axes", config.token_axes, rule, works)
+    outer = tuple(a for a in config.token_axes if a in sizes and a != config.expert_axis)
+    return Axes(config.expert_axis, outer, sizes[config.expert_axis], math.prod(sizes[a] for a in outer))
+
+
+def param_specs(config: MoEConfig, params: Any) -> Any:
+    """PartitionSpecs for a layer's parameters: experts over the expert axis on their first dimension, the rest whole.
+
+    The dense path reads every expert everywhere, so there nothing is split.
+    """
+    expert = P() if config.comm.mode == "dense" else P(config.expert_axis)
+    return {name: jax.tree.map(lambda _: expert if name == "experts" else P(), sub) for name, sub in params.items()}
+
+
+def token_spec(config: MoEConfig, axes: Axes, x: jax.Array) -> P | None:
+    """How x [T, H] or [B, S, H] is split: the spec of its leading dimensions, None where it has to be flattened and padded."""
+    size = axes.ranks * axes.replicas
+    if x.ndim == 2:
+        return P(axes.tokens) if x.shape[0] % size == 0 else None
+    leading, by_sequence = P(axes.tokens, None), P(axes.outer or None, axes.expert)
+    fits = {
+        True: x.shape[0] % axes.replicas == 0 and x.shape[1] % axes.ranks == 0,
+        False: x.shape[0] % size == 0,
+    }
+    wanted = config.shard_sequence
+    if wanted is None:
+        seen = _visible_spec(x)
+        on_sequence = bool(seen) and len(seen) > 1 and axes.expert in _names(seen[1])
+        on_batch = bool(seen) and axes.expert in _names(seen[0])
+        wanted = on_sequence or (fits[True] and not on_batch)
+    return {True: by_sequence, False: leading}[wanted] if fits[wanted] else None
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    return entry if isinstance(entry, tuple) else (entry,)
+
+
+def _visible_spec(x: jax.Array) -> P | None:
+    """The spec of a concrete array or of an Explicit-axes tracer; None where it cannot be seen (Auto axes inside jit)."""
+    sharding = getattr(x, "sharding", None) if not isinstance(x, jax.core.Tracer) else jax.typeof(x).sharding
+    return sharding.spec if isinstance(sharding, NamedSharding) else None
+
+
+def place(tree: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:
+    """Moves arrays to `specs` where the mesh has Explicit axes, which shard_map insists on; elsewhere changes nothing."""
+    if AxisType.Explicit not in mesh.axis_types:
+        return tree
+    return jax.tree.map(lambda a, spec: jax.sharding.reshard(a, NamedSharding(mesh, spec)), tree, specs)
+
+
+def pad_rows(a: jax.Array, rows: int, value: Any = 0) -> jax.Array:
+    """Appends rows of `value` so that the leading dimension becomes `rows`."""
+    extra = rows - a.shape[0]
+    if not extra:
+        return a
+    return jnp.concatenate([a, jnp.full((extra, *a.shape[1:]), value, a.dtype)])

@@ -1,0 +1,94 @@
+"""Ragged all-to-all: XLA's where it exists, an emulation on CPU, and a transpose that is right.
+
+Letters: n rows of operand, M rows of output, R ranks, u slices a peer.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_ep.config import refuse
+from jax_ep.transport.all_gather import emulated_ragged_all_to_all
+
+
+def native_or_emulated(
+    operand: jax.Array, output: jax.Array, *slices: jax.Array, axis_name: str
+) -> jax.Array:
+    """XLA's ragged-all-to-all; on CPU, which has none, the emulation. Chosen where the program is lowered, not where it is traced."""
+    emulated = functools.partial(emulated_ragged_all_to_all, axis_name=axis_name)
+    native = functools.partial(jax.lax.ragged_all_to_all, axis_name=axis_name)
+    return jax.lax.platform_dependent(operand, output, *slices, cpu=emulated, default=native)
+
+
+def ragged_all_to_all(
+    operand: jax.Array,
+    output: jax.Array,
+    input_offsets: jax.Array,
+    send_sizes: jax.Array,
+    output_offsets: jax.Array,
+    recv_sizes: jax.Array,
+    *,
+    axis_name: str,
+) -> jax.Array:
+    """`jax.lax.ragged_all_to_all`, on CPU meshes as well, with gradients that hold for slices of size zero.
+
+    Rows operand[input_offsets[j] : + send_sizes[j]] of this rank become rows output_offsets[j] onwards of peer j's
+    result; rows that nobody writes keep `output`. With u slices a peer, slice i for peer j is entry j * u + i.
+    On CPU the rows are all-gathered and selected (R times the bytes). Inside shard_map or pmap.
+
+    Args:
+      operand: [n, ...] rows to send.
+      output: [M, ...] what the result holds where nothing arrives; same trailing shape and dtype.
+      input_offsets, send_sizes: [R * u] int32, in rows of `operand`.
+      output_offsets: [R * u] int32, in rows of the receiver's `output`.
+      recv_sizes: [R * u] int32, rows that arrive from each peer.
+      axis_name: the mesh axis, of size R.
+
+    Returns:
+      [M, ...] the result. Differentiable in operand and output.
+
+    Raises:
+      ConfigError: shapes or dtypes that do not fit together.
+    """
+    ranks = jax.lax.axis_size(axis_name)
+    if operand.ndim < 1 or operand.shape[1:] != output.shape[1:] or operand.dtype != output.dtype:
+        rule = f"must have the operand's trailing shape and dtype, {operand.shape[1:]} {operand.dtype.name}"
+        refuse("output", f"{output.dtype.name}{list(output.shape)}", rule, f"jnp.zeros((rows, *{operand.shape[1:]}))")
+    slices = dict(input_offsets=input_offsets, send_sizes=send_sizes, output_offsets=output_offsets, recv_sizes=recv_sizes)
+    for name, value in slices.items():
+        if value.ndim != 1 or value.shape[0] % ranks or not value.shape[0] or value.shape != input_offsets.shape:
+            refuse(name, list(value.shape), f"must be one length, a multiple of the axis size {ranks}", [ranks])
+        if not jnp.issubdtype(value.dtype, jnp.integer):
+            refuse(name, value.dtype.name, "must be integers", "int32")
+    return _differentiable(axis_name, operand, output, *slices.values())
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _differentiable(axis_name: str, operand: jax.Array, output: jax.Array, *slices: jax.Array) -> jax.Array:
+    return native_or_emulated(operand, output, *slices, axis_name=axis_name)
+
+
+def _forward(axis_name: str, operand: jax.Array, output: jax.Array, *slices: jax.Array) -> Any:
+    return _differentiable(axis_name, operand, output, *slices), (jnp.zeros_like(operand, shape=(0, *operand.shape)), slices)
+
+
+def _backward(axis_name: str, saved: Any, cotangent: jax.Array) -> Any:
+    """The rows go back: each rank learns, in one small all_to_all, where its peers took and put the slices it received."""
+    like, (input_offsets, send_sizes, output_offsets, recv_sizes) = saved
+    ranks = jax.lax.axis_size(axis_name)
+    told = jnp.stack([input_offsets, output_offsets], 1).reshape(ranks, -1, 2)  # [R, u, 2]
+    theirs = jax.lax.all_to_all(told, axis_name, 0, 0).reshape(-1, 2)  # [R * u, 2]
+    taken, put = theirs[:, 0], theirs[:, 1]
+    zeros = jnp.zeros(like.shape[1:], cotangent.dtype)
+    d_operand = native_or_emulated(cotangent, zeros, put, recv_sizes, taken, send_sizes, axis_name=axis_name)
+    rows = cotangent.shape[0]
+    edges = jnp.zeros(rows + 1, jnp.int32).at[put].add(1, mode="drop").at[put + recv_sizes].add(-1, mode="drop")
+    written = (jnp.cumsum(edges)[:rows] > 0).reshape(-1, *(1,) * (cotangent.ndim - 1))
+    return d_operand, jnp.where(written, jnp.zeros_like(cotangent), cotangent), None, None, None, None
+
+
+_differentiable.defvjp(_forward, _backward)

@@ -1,0 +1,221 @@
+"""What the scripts share: configs and overrides, simulated devices, one-line refusals, whole files or none."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+import os
+import re
+import runpy
+import sys
+import types
+import typing
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from jax_ep.config import ConfigError, WorkloadConfig
+
+CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+_SIMULATE = "--xla_force_host_platform_device_count"
+
+
+class UsageError(Exception):
+    """What the person asked for cannot be done; the message is the one line they read."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Refuses in one line, and names the options nearest to an unknown one."""
+
+    def __init__(self, **kwargs: Any) -> None:
+        kwargs.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(allow_abbrev=False, **kwargs)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+    def parse_known_or_refuse(self, argv: Sequence[str]) -> argparse.Namespace:
+        """Parses options and `key=value` overrides in any order."""
+        parsed, unknown = self.parse_known_intermixed_args(list(argv))
+        if unknown:
+            options = [text for action in self._actions for text in action.option_strings]
+            raise UsageError(f"unknown option {unknown[0].split('=')[0]}{nearest(unknown[0].split('=')[0], options)}")
+        return parsed
+
+
+def run_main(main: Callable[[Sequence[str]], None]) -> NoReturn:
+    """Runs a script's main; a refusal becomes one line on stderr and exit code 2."""
+    try:
+        main(sys.argv[1:])
+    except (UsageError, ConfigError) as error:
+        line = " ".join(str(error).split())
+        print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr)
+        sys.exit(2)
+    sys.exit(0)
+
+
+def nearest(name: str, names: Iterable[str], count: int = 3) -> str:
+    """The end of a refusal: the names that `name` may have meant, or all where none is near and they are few."""
+    names = list(dict.fromkeys(names))
+    close = difflib.get_close_matches(name, names, n=count, cutoff=0.5)
+    if close:
+        return f"; nearest: {', '.join(close)}"
+    return f"; there are: {', '.join(names)}" if len(names) <= 12 else ""
+
+
+# Configs and overrides.
+
+
+def load_config(name: str) -> WorkloadConfig:
+    """The config of a file in configs/, by name, or of any file, by path."""
+    if "/" in name or name.endswith(".py"):
+        path = Path(name)
+        if not path.is_file():
+            raise UsageError(f"config={name!r}: there is no such file")
+    else:
+        path = CONFIGS / f"{name}.py"
+        if not path.is_file():
+            known = sorted(file.stem for file in CONFIGS.glob("*.py"))
+            raise UsageError(f"unknown config {name!r}{nearest(name, known)}")
+    try:
+        get_config = runpy.run_path(str(path)).get("get_config")
+    except (OSError, SyntaxError, UnicodeDecodeError, ImportError) as error:
+        raise UsageError(f"config={name!r}: cannot be read: {error}") from error
+    config = get_config() if callable(get_config) else None
+    if not isinstance(config, WorkloadConfig):
+        raise UsageError(f"config={name!r}: must define get_config() -> WorkloadConfig, as configs/mini_infer.py does")
+    return config
+
+
+def fields_of(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Dotted path -> declared type of every plain field of nested dataclasses."""
+    hints = typing.get_type_hints(type(config))
+    found: dict[str, Any] = {}
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            found |= fields_of(value, f"{prefix}{field.name}.")
+        else:
+            found[prefix + field.name] = hints[field.name]
+    return found
+
+
+def find_field(key: str, paths: Iterable[str]) -> str:
+    """The one dotted path that `key` names: in full, or by its last parts where only one path ends so."""
+    paths = list(paths)
+    if key in paths:
+        return key
+    ends = [path for path in paths if path.endswith("." + key)]
+    if len(ends) == 1:
+        return ends[0]
+    if ends:
+        raise UsageError(f"{key!r} could be {' or '.join(ends)}; write it in full")
+    raise UsageError(f"unknown key {key!r}{nearest(key, [*paths, *(path.rsplit('.', 1)[-1] for path in paths)])}")
+
+
+def parse_value(key: str, text: str, kind: Any) -> Any:
+    """Reads `text` as the declared type of a field: str, int, float, bool, None, and tuples and unions of them."""
+    if typing.get_origin(kind) in (typing.Union, types.UnionType):
+        kinds = typing.get_args(kind)
+        if type(None) in kinds and text.lower() in ("none", "null"):
+            return None
+        kinds = sorted((k for k in kinds if k is not type(None)), key=lambda k: k is str)
+        for one in kinds[:-1]:
+            try:
+                return parse_value(key, text, one)
+            except UsageError:
+                continue
+        return parse_value(key, text, kinds[-1])
+    if typing.get_origin(kind) is tuple:
+        item = typing.get_args(kind)[0]
+        parts = [part.strip().strip("\"'") for part in text.strip("()[] ").split(",")]
+        return tuple(parse_value(key, part, item) for part in parts if part)
+    if kind is bool:
+        if text.lower() in ("true", "false"):
+            return text.lower() == "true"
+        raise UsageError(f"{key}={text}: must be True or False; {key}=True works")
+    if kind in (int, float):
+        try:
+            return kind(text.replace("_", ""))
+        except ValueError:
+            works = 8 if kind is int else 1.5
+            what = "an integer" if kind is int else "a number"
+            raise UsageError(f"{key}={text}: must be {what}; {key}={works} works") from None
+    return text
+
+
+def override(config: Any, overrides: Iterable[str]) -> tuple[Any, dict[str, Any]]:
+    """A config with `key=value` overrides, and the fields they set by dotted path.
+
+    All fields change together, so that overrides which only make sense together are fine in any order. Of two overrides
+    of one field the later wins.
+
+    Raises:
+      UsageError: no such key, an ambiguous one, or a value that is not of the field's type.
+      ConfigError: the config refuses the values.
+    """
+    kinds = fields_of(config)
+    changed: dict[str, Any] = {}
+    for item in overrides:
+        key, equals, text = item.partition("=")
+        if not equals or not key:
+            raise UsageError(f"{item!r} is no override; they are written key=value, as in {next(iter(kinds))}=8")
+        path = find_field(key.strip(), kinds)
+        changed[path] = parse_value(key.strip(), text.strip(), kinds[path])
+    return _replace(config, changed), changed
+
+
+def _replace(config: Any, changed: dict[str, Any]) -> Any:
+    """dataclasses.replace through nested dataclasses, innermost first, each rebuilt (and validated) once."""
+    here: dict[str, Any] = {path: value for path, value in changed.items() if "." not in path}
+    nested: dict[str, dict[str, Any]] = {}
+    for path, value in changed.items():
+        if "." in path:
+            name, rest = path.split(".", 1)
+            nested.setdefault(name, {})[rest] = value
+    for name, values in nested.items():
+        here[name] = _replace(getattr(config, name), values)
+    return dataclasses.replace(config, **here) if here else config
+
+
+# Devices.
+
+
+def simulate_devices(count: int | None, default: int = 8) -> None:
+    """Makes JAX's CPU platform show `count` devices. Only where JAX has not looked for devices yet.
+
+    Accelerators are used where there are some: the CPU platform is then not the default one. Without a count, one
+    already in XLA_FLAGS stays.
+    """
+    flags = os.environ.get("XLA_FLAGS", "")
+    if count is None and _SIMULATE in flags:
+        return
+    kept = re.sub(rf"{_SIMULATE}=\d+", "", flags)
+    os.environ["XLA_FLAGS"] = " ".join(f"{kept} {_SIMULATE}={count or default}".split())
+
+
+# Results.
+
+
+def refuse_bad_folder(folder: Path) -> None:
+    """Says now, not after minutes of work, that results cannot be written. Creates nothing."""
+    existing = folder
+    while not existing.exists() and existing != existing.parent:
+        existing = existing.parent
+    if not existing.is_dir():
+        raise UsageError(f"out={str(folder)!r}: {existing} is a file; --out out/compare works")
+    if not os.access(existing, os.W_OK):
+        raise UsageError(f"out={str(folder)!r}: {existing} cannot be written to; --out out/compare works")
+
+
+def write_files(folder: Path, contents: dict[str, bytes]) -> None:
+    """Writes files into a folder, made where missing; each appears whole or not at all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, content in contents.items():
+        temporary = folder / f".{name}.{os.getpid()}.tmp"
+        try:
+            temporary.write_bytes(content)
+            temporary.replace(folder / name)
+        finally:
+            temporary.unlink(missing_ok=True)
