@@ -38,7 +38,7 @@ clean:
 # The stamp of an extra: the package is installed in place with what that extra needs.
 $(VENV)/.installed-%: pyproject.toml | $(VENV)/bin/python
 	@echo "installing jax_ep[$*] into $(VENV)"
-	@$(RUN) -m pip install --quiet --disable-pip-version-check --editable ".[$*]"
+	@$(RUN) -m pip install --quiet --quiet --disable-pip-version-check --editable ".[$*]"
 	@touch $@
 
 $(VENV)/bin/python:

@@ -2,7 +2,7 @@
 
     make compare ARGS="--config mini_infer"
 
-About 15 s on two cores, compilation included. Expect packed's payload to be half of padded's, and times of a few
+About 15 s on two cores, compilation included. Expect packed's payload to be half of padded's, and times of about ten
 milliseconds that differ little between the two: 64 tokens are little work, and most of a run is reading the weights.
 
 Published byte figures are for 2-byte elements: tensor parallel 131072, ideal 262144, padded 524288. This config is

@@ -2,8 +2,9 @@
 
 from jax_ep.config import CommConfig, ConfigError, MoEConfig, OverlapConfig, RouterConfig, WorkloadConfig
 from jax_ep.grouped import grouped_matmul
-from jax_ep.layer import CHECKPOINT_NAMES, MoELayer, init_params, moe, param_shardings
+from jax_ep.layer import MoELayer, init_params, moe, param_shardings
 from jax_ep.ledger import byte_ledger
+from jax_ep.local import CHECKPOINT_NAMES
 from jax_ep.paths import Dispatched, combine, dispatch, make_plan
 from jax_ep.plan import Plan
 from jax_ep.routing import MoEStats, Routing, balance_loss, balanced_routing, route, router_logits, z_loss

@@ -203,10 +203,9 @@ class MoEConfig:
         _positive_int("hidden_size", self.hidden_size, 512)
         _positive_int("intermediate_size", self.intermediate_size, 1024)
         _positive_int("num_experts", self.num_experts, 8)
-        for field, kind in (("router", RouterConfig), ("comm", CommConfig), ("overlap", OverlapConfig)):
-            if not isinstance(getattr(self, field), kind):
-                works = kind(2) if kind is RouterConfig else kind()
-                refuse(field, getattr(self, field), f"must be a {kind.__name__}", works)
+        for field, works in (("router", RouterConfig(2)), ("comm", CommConfig()), ("overlap", OverlapConfig())):
+            if not isinstance(getattr(self, field), type(works)):
+                refuse(field, getattr(self, field), f"must be a {type(works).__name__}", works)
         _one_of("activation", self.activation, ACTIVATIONS)
         _boolean("expert_bias", self.expert_bias)
         _boolean("shared_gate", self.shared_gate)

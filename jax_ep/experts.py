@@ -115,8 +115,8 @@ def init_shared_params(config: MoEConfig, key: jax.Array) -> dict[str, jax.Array
 def shared_mlp(x: jax.Array, params: Mapping[str, jax.Array], config: MoEConfig) -> jax.Array:
     """The MLP that every token goes through.
 
-    activation(x @ gate, x @ up) @ down, times sigmoid(x @ shared_gate) with config.shared_gate (qwen2_moe). Products take
-    config.dtype and accumulate in float32; the sigmoid is computed in float32.
+    activation(x @ gate, x @ up) @ down, times sigmoid(x @ shared_gate) with config.shared_gate (qwen2_moe). Products
+    take config.dtype and accumulate in float32; the sigmoid is computed in float32.
 
     Args:
       x: [T, H].

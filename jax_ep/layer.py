@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from typing import Any
 
 import jax
@@ -16,12 +17,11 @@ from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_ep import paths, sharding
-from jax_ep import plan as planning
+from jax_ep import sharding
 from jax_ep.config import MoEConfig, refuse
-from jax_ep.experts import apply_experts, init_expert_params, init_shared_params, shared_mlp
-from jax_ep.paths import dense, packed
-from jax_ep.routing import MoEStats, Routing, route, router_logits
+from jax_ep.experts import init_expert_params, init_shared_params
+from jax_ep.local import one_rank
+from jax_ep.routing import MoEStats, Routing, no_stats
 from jax_ep.sharding import Axes
 
 Params = dict[str, Any]
@@ -74,18 +74,18 @@ def resolve_transport(config: MoEConfig, mesh: Mesh | AbstractMesh | None) -> st
     """
     if config.comm.transport != "auto":
         return config.comm.transport
-    devices = getattr(mesh, "devices", None)
-    if not isinstance(devices, np.ndarray):
+    if mesh is None:
         return "all_to_all"
-    first = devices.flat[0]
-    if first.platform == "tpu":
+    if isinstance(mesh, AbstractMesh):  # the ambient mesh inside jit: it knows its kind of device, not each of them
+        device, one_host = mesh.abstract_device, jax.process_count() == 1
+    else:
+        device, one_host = mesh.devices.flat[0], len({d.process_index for d in mesh.devices.flat}) == 1
+    if device is None or device.platform == "cpu":
+        return "all_to_all"
+    if device.platform == "tpu":
         return "ragged"
-    ranks = dict(mesh.shape).get(config.expert_axis, 1) if mesh is not None else 1
-    one_host = len({d.process_index for d in devices.flat}) == 1
-    peers = any(name in first.device_kind.split() for name in _PEER_ACCESS) or any(
-        f"{name}-" in first.device_kind for name in _PEER_ACCESS
-    )
-    return "ragged" if first.platform == "gpu" and one_host and peers and ranks <= _ONE_SHOT_RANKS else "all_to_all"
+    peer_access = any(re.search(rf"\b{name}\b", device.device_kind) for name in _PEER_ACCESS)
+    return "ragged" if one_host and peer_access and mesh.shape[config.expert_axis] <= _ONE_SHOT_RANKS else "all_to_all"
 
 
 def moe(
@@ -100,7 +100,7 @@ def moe(
     """One mixture-of-experts layer, tokens and experts spread over `mesh`.
 
     Works under jit, grad, jax.checkpoint and scan. What travels and the activations of the experts carry checkpoint names
-    (`CHECKPOINT_NAMES`): a policy that keeps them all adds no collective to the backward. Inside a shard_map whose manual axes
+    (`jax_ep.CHECKPOINT_NAMES`): a policy that keeps them all adds no collective to the backward. Inside a shard_map whose manual axes
     include the expert axis, x and the experts are this rank's own, and the stats are summed over the layer's token axes.
 
     Args:
@@ -120,47 +120,65 @@ def moe(
     mesh = sharding.ambient_mesh() if mesh is None else mesh
     axes = sharding.layer_axes(config, mesh)
     _check(params, x, config, token_mask, routing)
-    run = functools.partial(_local, config=config, axes=axes)
-    if mesh is None:
-        return run(params, x, token_mask, routing, transport="all_to_all", group_tokens=math.prod(x.shape[:-1]))
+    shape, tokens = x.shape, math.prod(x.shape[:-1])
+    if not tokens:
+        return x.astype(config.dtype), no_stats(config.num_experts)
     transport = resolve_transport(config, mesh)
     manual = set(getattr(mesh, "manual_axes", ()))
-    if axes.expert in manual:
+    if mesh is None or axes.expert in manual:
         axes = axes._replace(outer=tuple(a for a in axes.outer if a in manual))
-        tokens = math.prod(x.shape[:-1]) * axes.ranks
-        return _local(params, x, token_mask, routing, config, axes, transport=transport, group_tokens=tokens)
+        return _alone(params, x, token_mask, routing, config, axes, transport, tokens * axes.ranks)
 
     params = _fit_experts(params, config, axes)
-    shape, tokens = x.shape, math.prod(x.shape[:-1])
     lead = sharding.token_spec(config, axes, x)
     whole = (x, token_mask, routing)
     if lead is None:  # nothing divides: one row of tokens, padded
         lead = P(axes.tokens)
-        whole, token_mask, routing = _flatten_and_pad(whole, axes, mesh)
-        x = whole[0]
+        whole = _flatten_and_pad(whole, axes, mesh)
     else:
         whole = sharding.place(whole, jax.tree.map(lambda _: lead, whole), mesh)
-        x, token_mask, routing = whole
+    params = sharding.place(params, sharding.param_specs(config, params), mesh)
     # A rank of a padded mesh may hold no token of its own; capacity is counted in the tokens there really are.
-    group_tokens = -(-tokens // axes.replicas)
-    specs = sharding.param_specs(config, params)
-    params = sharding.place(params, specs, mesh)
-    y_spec = P(*lead, None)
-    names = set(axes.tokens)
-    y, stats = jax.shard_map(
-        functools.partial(run, transport=transport, group_tokens=group_tokens),
-        mesh=mesh,
-        in_specs=(specs, y_spec, lead, jax.tree.map(lambda _: lead, routing)),
-        out_specs=(y_spec, P()),
-        axis_names=names,
-        check_vma=False,
-    )(params, x, token_mask, routing)
+    y, stats = _on_mesh(params, *whole, config, axes, transport, -(-tokens // axes.replicas), mesh, lead)
     if y.shape != shape:
         y = sharding.place(y, P(), mesh)[:tokens].reshape(shape)
     return y, stats
 
 
-CHECKPOINT_NAMES = ("moe_dispatched", "moe_combined", "moe_counts", "moe_weights", "moe_gate", "moe_up")
+# Compiled once for a configuration, also where the caller does not jit.
+_alone = jax.jit(one_rank, static_argnames=("config", "axes", "transport", "group_tokens"))
+
+
+@functools.partial(jax.jit, static_argnames=("config", "axes", "transport", "group_tokens", "mesh", "lead"))
+def _on_mesh(
+    params: Params,
+    x: jax.Array,
+    token_mask: jax.Array | None,
+    routing: Routing | None,
+    config: MoEConfig,
+    axes: Axes,
+    transport: str,
+    group_tokens: int,
+    mesh: Mesh | AbstractMesh,
+    lead: P,
+) -> tuple[jax.Array, MoEStats]:
+    """one_rank on every rank of the mesh: leading dimensions split as `lead` says."""
+    y_spec = P(*lead, None)
+    names = set(axes.tokens)
+    theirs = sharding.explicit_axes(mesh, besides=names)
+    run = jax.shard_map(
+        functools.partial(one_rank, config=config, axes=axes, transport=transport, group_tokens=group_tokens),
+        mesh=None if theirs else mesh,
+        in_specs=(sharding.param_specs(config, params), y_spec, lead, jax.tree.map(lambda _: lead, routing)),
+        out_specs=(y_spec, P()),
+        axis_names=names,
+        check_vma=False,
+    )
+    if theirs:  # inside, the compiler spreads the work over the user's other axes, as it does over Auto ones
+        outs = (NamedSharding(mesh, y_spec), NamedSharding(mesh, P()))
+        run = jax.sharding.auto_axes(run, axes=theirs, out_sharding=outs)
+    y, stats = run(params, x, token_mask, routing)
+    return y, stats
 
 
 def _check(params: Params, x: jax.Array, config: MoEConfig, mask: jax.Array | None, routing: Routing | None) -> None:
@@ -171,7 +189,12 @@ def _check(params: Params, x: jax.Array, config: MoEConfig, mask: jax.Array | No
         refuse("x", x.dtype.name, "must be floating point", config.dtype)
     lead = x.shape[:-1]
     if mask is not None and (mask.shape != lead or mask.dtype != jnp.bool_):
-        refuse("token_mask", f"{mask.dtype.name}{list(mask.shape)}", "must be bool of x's leading shape", f"bool{list(lead)}")
+        refuse(
+            "token_mask",
+            f"{mask.dtype.name}{list(mask.shape)}",
+            "must be bool of x's leading shape",
+            f"bool{list(lead)}",
+        )
     if routing is not None:
         for name, value in (("experts", routing.experts), ("weights", routing.weights)):
             if value.ndim != len(lead) + 1 or value.shape[:-1] != lead or value.shape != routing.experts.shape:
@@ -199,7 +222,7 @@ def _fit_experts(params: Params, config: MoEConfig, axes: Axes) -> Params:
 
 
 def _flatten_and_pad(whole: Any, axes: Axes, mesh: Mesh | AbstractMesh) -> Any:
-    """(x, token_mask, routing) as one row of tokens each, padded until the mesh divides it, the padding masked."""
+    """x, token_mask and routing as one row of tokens each, padded until the mesh divides it, the padding masked."""
     x, mask, routing = whole
     tokens = math.prod(x.shape[:-1])
     size = axes.ranks * axes.replicas
@@ -208,146 +231,7 @@ def _flatten_and_pad(whole: Any, axes: Axes, mesh: Mesh | AbstractMesh) -> Any:
     lead = x.ndim - 1
     whole = sharding.place((x, mask, routing), jax.tree.map(lambda _: P(), (x, mask, routing)), mesh)
     flat = jax.tree.map(lambda a: sharding.pad_rows(a.reshape(tokens, *a.shape[lead:]), padded), whole)
-    flat = sharding.place(flat, jax.tree.map(lambda _: P(axes.tokens), flat), mesh)
-    return flat, flat[1], flat[2]
-
-
-def _local(
-    params: Params,
-    x: jax.Array,
-    token_mask: jax.Array | None,
-    routing: Routing | None,
-    config: MoEConfig,
-    axes: Axes,
-    transport: str,
-    group_tokens: int,
-) -> tuple[jax.Array, MoEStats]:
-    """One rank's layer: x [t, H] or [b, s, H], its own experts."""
-    shape, h = x.shape, config.hidden_size
-    x = x.reshape(-1, h).astype(config.dtype)
-    mask = None if token_mask is None else token_mask.reshape(-1)
-    if mask is not None:
-        x = jnp.where(mask[:, None], x, 0)  # whatever stands in a masked row, NaN included, reaches nothing
-    with jax.named_scope("route"):
-        if routing is None:
-            router = params["router"]
-            logits = router_logits(x, router["kernel"], router.get("bias"))
-            routing = route(logits, config.router, selection_bias=router.get("selection_bias"))
-        else:
-            routing = jax.tree.map(lambda a: a.reshape(x.shape[0], *a.shape[len(shape) - 1 :]), routing)
-        routing, sums = _tidy(routing, mask, config)
-        routing, dropped = _apply_capacity(routing, config, axes, group_tokens)
-    if config.comm.mode == "dense":
-        with jax.named_scope("experts"):
-            y = dense.run(x, routing.experts, routing.weights, params["experts"], config)
-        rounds = wire = jnp.int32(0)
-    else:
-        y, rounds, wire = _routed(params["experts"], x, routing, config, axes, transport)
-    if config.num_shared_experts:
-        with jax.named_scope("shared_experts"):
-            y = y + shared_mlp(x, params["shared"], config)
-    if mask is not None:
-        y = jnp.where(mask[:, None], y, 0)
-    stats = _reduce(sums._replace(dropped_rows=dropped, rounds=rounds, wire_rows=wire), axes)
-    return y.astype(config.dtype).reshape(shape), stats
-
-
-def _routed(
-    expert_params: Any, x: jax.Array, routing: Routing, config: MoEConfig, axes: Axes, transport: str
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """plan, dispatch, experts, combine: y [t, H] float32, rounds, rows on the wire."""
-    # Buffers have slack; this many rows are to be expected on each rank.
-    expected = routing.experts.size
-
-    def expert_fn(rows: jax.Array, index: jax.Array, sizes: jax.Array, weights: jax.Array | None, p: Any) -> jax.Array:
-        return apply_experts(rows, index, sizes, weights, p, config, expected_rows=expected)
-
-    with jax.named_scope("plan"):
-        plan = paths.make_plan(routing.experts, config, axis_name=axes.expert, transport=transport)
-    with jax.named_scope("dispatch"):
-        dispatched = paths.dispatch(x, routing, plan, config)
-    with jax.named_scope("experts"):
-        rows = expert_fn(dispatched.rows, dispatched.index, dispatched.group_sizes, dispatched.weights, expert_params)
-    with jax.named_scope("combine"):
-        y = paths.combine(rows, dispatched, routing, config)
-    plan, g = dispatched.plan, dispatched.plan.geometry
-    if g.ranks == 1:
-        return y, jnp.int32(0), jnp.int32(0)
-    if config.comm.mode == "allgather":
-        return y, jnp.int32(1), jnp.int32((g.ranks - 1) * g.tokens)
-    if config.comm.mode == "padded":
-        return y, jnp.int32(1), jnp.int32((g.ranks - 1) * g.quota)
-    with jax.named_scope("extra_rounds"):
-        more = packed.extra_rounds(x, routing.weights, expert_params, plan, expert_fn)
-    assert plan.rounds is not None
-    if g.ragged:
-        wire = plan.send_counts.sum() - plan.send_counts[plan.rank]
-    else:
-        wire = plan.rounds * ((g.ranks - 1) * g.quota)
-    return (y if more is None else y + more), plan.rounds, wire.astype(jnp.int32)
-
-
-def _tidy(routing: Routing, mask: jax.Array | None, config: MoEConfig) -> tuple[Routing, MoEStats]:
-    """Masked and out-of-range assignments go nowhere with weight 0; and this rank's sums."""
-    e = config.num_experts
-    experts = routing.experts.astype(jnp.int32)
-    real = (experts >= 0) & (experts < e)
-    tokens = jnp.int32(experts.shape[0])
-    probs, lse = routing.probs, routing.logsumexp
-    if mask is not None:
-        real &= mask[:, None]
-        tokens = mask.sum(dtype=jnp.int32)
-        probs = None if probs is None else jnp.where(mask[:, None], probs, 0)
-        lse = None if lse is None else jnp.where(mask, lse, 0)
-    nowhere = jnp.iinfo(jnp.int32).max
-    experts = jnp.where(real, experts, nowhere)
-    weights = jnp.where(real, routing.weights.astype(jnp.float32), 0)
-    counts = planning.count(experts.reshape(-1), e)
-    prob_sum = jnp.zeros(e, jnp.float32) if probs is None else probs.astype(jnp.float32).sum(0)
-    lse_sq = jnp.float32(0) if lse is None else jnp.square(lse.astype(jnp.float32)).sum()
-    zero = jnp.int32(0)
-    return Routing(experts, weights), MoEStats(tokens, counts, prob_sum, lse_sq, zero, zero, zero)
-
-
-def _apply_capacity(routing: Routing, config: MoEConfig, axes: Axes, group_tokens: int) -> tuple[Routing, jax.Array]:
-    """Drops what exceeds ceil(c * tokens * K / E) rows of an expert, counted over the ranks of one expert axis."""
-    c = config.comm.capacity_factor
-    if c is None:
-        return routing, jnp.int32(0)
-    e = config.num_experts
-    experts = routing.experts
-    capacity = max(1, math.ceil(c * group_tokens * experts.shape[1] / e))
-    ahead = jnp.zeros(e, jnp.int32)
-    if axes.ranks > 1:
-        counts = planning.count(experts.reshape(-1), e)
-        everyone = jax.lax.all_gather(counts, axes.expert)  # [R, E]
-        ahead = planning.before(everyone)[jax.lax.axis_index(axes.expert)]
-    kept = planning.kept_under_capacity(experts, e, ahead, capacity)
-    dropped = ((experts < e) & ~kept).sum(dtype=jnp.int32)
-    nowhere = jnp.iinfo(jnp.int32).max
-    return Routing(jnp.where(kept, experts, nowhere), jnp.where(kept, routing.weights, 0)), dropped
-
-
-def _reduce(stats: MoEStats, axes: Axes) -> MoEStats:
-    """Sums over all token axes in one collective; rounds are the largest of the replicas.
-
-    Counts cross as two floats of 12 and more bits, so that one float32 reduction holds them exactly.
-    """
-    if not axes.tokens:
-        return stats
-    integers = jnp.concatenate([stats.counts, jnp.stack([stats.tokens, stats.dropped_rows, stats.wire_rows])])
-    replica = jax.lax.axis_index(axes.outer) if axes.outer else 0
-    first = jax.lax.axis_index(axes.expert) == 0
-    rounds = jnp.where(first & (jnp.arange(axes.replicas) == replica), stats.rounds, 0)
-    low, high = integers % 4096, integers // 4096
-    floats = [low, high, rounds, stats.prob_sum, stats.lse_sq_sum[None]]
-    total = jax.lax.psum(jnp.concatenate([f.astype(jnp.float32) for f in floats]), axes.tokens)
-    low, high, rounds, prob_sum, lse = jnp.split(total, np.cumsum([f.shape[0] for f in floats])[:-1])
-    whole = low.astype(jnp.int32) + 4096 * high.astype(jnp.int32)
-    e = stats.counts.shape[0]
-    return MoEStats(
-        whole[e], whole[:e], prob_sum, lse[0], whole[e + 1], rounds.max().astype(jnp.int32), whole[e + 2]
-    )
+    return sharding.place(flat, jax.tree.map(lambda _: P(axes.tokens), flat), mesh)
 
 
 class RouterBias(nnx.Variable):
@@ -384,9 +268,7 @@ class MoELayer(nnx.Module):
     def params(self) -> Params:
         """The parameters as plain arrays, as `moe` takes them."""
         groups = {"router": self.router, "experts": self.experts, "shared": self.shared}
-        return {
-            name: {n: w[...] for n, w in group.items()} for name, group in groups.items() if group is not None
-        }
+        return {name: {n: w[...] for n, w in group.items()} for name, group in groups.items() if group is not None}
 
     def __call__(
         self, x: jax.Array, token_mask: jax.Array | None = None, routing: Routing | None = None

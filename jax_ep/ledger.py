@@ -37,8 +37,8 @@ def byte_ledger(
     """The ledger of one layer and batch.
 
     Backward figures are those of the gradient with respect to inputs, router and experts, without recomputation: the
-    cotangents' way through both exchanges; rounds after the first send rows and cotangents again. Gradient reductions of
-    replicated parameters are the caller's and not counted, nor is the reduction of statistics.
+    cotangents' way through both exchanges; rounds after the first send rows and cotangents again. Reductions, of the
+    gradients of replicated parameters and of statistics, are not counted.
 
     Args:
       config: the layer; its comm says the path, its dtype the bytes of an element.
@@ -46,8 +46,8 @@ def byte_ledger(
       tokens_per_rank: T; None infers it as the largest row sum / K, rounded up (right when no token is masked).
       total_tokens: tokens of all ranks that take part, for the reference figures; None infers the assignments / K,
         rounded up (right when none was dropped).
-      transport: of packed: "ragged", "all_to_all" or "all_gather"; None takes config.comm.transport, with "auto" read as
-        all_to_all.
+      transport: of packed: "ragged", "all_to_all" or "all_gather"; None takes config.comm.transport, with "auto" read
+        as all_to_all.
 
     Returns:
       {"forward": {figure: bytes}, "backward": {figure: bytes}, "rounds": int, "transport": str | None,

@@ -52,11 +52,22 @@ class MoEStats(NamedTuple):
     wire_rows: jax.Array
 
 
+def no_stats(num_experts: int) -> MoEStats:
+    """The stats of no tokens: zeros."""
+    none, each = jnp.int32(0), (num_experts,)
+    return MoEStats(none, jnp.zeros(each, jnp.int32), jnp.zeros(each, jnp.float32), jnp.float32(0), none, none, none)
+
+
 def router_logits(x: jax.Array, kernel: jax.Array, bias: jax.Array | None = None) -> jax.Array:
     """x [..., H] @ kernel [H, E] (+ bias [E]) in float32 at full precision, whatever the dtypes."""
     f32 = jnp.float32
     logits = jnp.matmul(x.astype(f32), kernel.astype(f32), precision=jax.lax.Precision.HIGHEST)
-    return logits if bias is None else logits + bias.astype(f32)
+    return logits if bias is None else logits + _like(bias, logits)
+
+
+def _like(bias: jax.Array, logits: jax.Array) -> jax.Array:
+    """bias [E] as float32 of logits' rank."""
+    return bias.astype(jnp.float32).reshape(*(1,) * (logits.ndim - 1), -1)
 
 
 def route(logits: jax.Array, config: RouterConfig, *, selection_bias: jax.Array | None = None) -> Routing:
@@ -93,7 +104,7 @@ def route(logits: jax.Array, config: RouterConfig, *, selection_bias: jax.Array 
         top, experts = jax.lax.top_k(logits, config.top_k)  # [..., K]
         weights = jax.nn.softmax(top, axis=-1)
     else:
-        choice = scores if selection_bias is None else scores + selection_bias.astype(jnp.float32)
+        choice = scores if selection_bias is None else scores + _like(selection_bias, scores)
         choice = jax.lax.stop_gradient(choice)
         if config.num_groups > 1:
             choice = _mask_groups(choice, config)

@@ -111,26 +111,28 @@ def token_spec(config: MoEConfig, axes: Axes, x: jax.Array) -> P | None:
     }
     wanted = config.shard_sequence
     if wanted is None:
-        seen = _visible_spec(x)
-        on_sequence = bool(seen) and len(seen) > 1 and axes.expert in _names(seen[1])
-        on_batch = bool(seen) and axes.expert in _names(seen[0])
+        on_batch, on_sequence = (axes.expert in names for names in _visible_axes(x)[:2])
         wanted = on_sequence or (fits[True] and not on_batch)
     return {True: by_sequence, False: leading}[wanted] if fits[wanted] else None
 
 
-def _names(entry: Any) -> tuple[str, ...]:
-    return entry if isinstance(entry, tuple) else (entry,)
+def _visible_axes(x: jax.Array) -> list[tuple[str, ...]]:
+    """Mesh axes of each dimension of a concrete array or an Explicit-axes tracer; none where they cannot be seen (Auto axes in jit)."""
+    at = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
+    entries = list(at.spec) if isinstance(at, NamedSharding) else []
+    entries += [None] * (x.ndim - len(entries))
+    return [e if isinstance(e, tuple) else (e,) for e in entries]
 
 
-def _visible_spec(x: jax.Array) -> P | None:
-    """The spec of a concrete array or of an Explicit-axes tracer; None where it cannot be seen (Auto axes inside jit)."""
-    sharding = getattr(x, "sharding", None) if not isinstance(x, jax.core.Tracer) else jax.typeof(x).sharding
-    return sharding.spec if isinstance(sharding, NamedSharding) else None
+def explicit_axes(mesh: Mesh | AbstractMesh, besides: set[str] | None = None) -> tuple[str, ...]:
+    """Axes of Explicit type, without those in `besides`."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return tuple(n for n, kind in kinds if kind == AxisType.Explicit and n not in (besides or ()))
 
 
 def place(tree: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:
     """Moves arrays to `specs` where the mesh has Explicit axes, which shard_map insists on; elsewhere changes nothing."""
-    if AxisType.Explicit not in mesh.axis_types:
+    if not explicit_axes(mesh):
         return tree
     return jax.tree.map(lambda a, spec: jax.sharding.reshard(a, NamedSharding(mesh, spec)), tree, specs)
 

@@ -11,7 +11,7 @@ import runpy
 import sys
 import types
 import typing
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -120,13 +120,13 @@ def parse_value(key: str, text: str, kind: Any) -> Any:
         kinds = typing.get_args(kind)
         if type(None) in kinds and text.lower() in ("none", "null"):
             return None
-        kinds = sorted((k for k in kinds if k is not type(None)), key=lambda k: k is str)
-        for one in kinds[:-1]:
+        narrow_first = sorted((k for k in kinds if k is not type(None)), key=lambda k: k is str)
+        for one in narrow_first[:-1]:
             try:
                 return parse_value(key, text, one)
             except UsageError:
                 continue
-        return parse_value(key, text, kinds[-1])
+        return parse_value(key, text, narrow_first[-1])
     if typing.get_origin(kind) is tuple:
         item = typing.get_args(kind)[0]
         parts = [part.strip().strip("\"'") for part in text.strip("()[] ").split(",")]
@@ -145,14 +145,19 @@ def parse_value(key: str, text: str, kind: Any) -> Any:
     return text
 
 
-def override(config: Any, overrides: Iterable[str]) -> tuple[Any, dict[str, Any]]:
-    """A config with `key=value` overrides, and the fields they set by dotted path.
+def override(config: Any, overrides: Iterable[str], elsewhere: Mapping[str, str] | None = None) -> Any:
+    """A config with `key=value` overrides.
 
     All fields change together, so that overrides which only make sense together are fine in any order. Of two overrides
     of one field the later wins.
 
+    Args:
+      config: a dataclass, which may hold others.
+      overrides: "key=value", where key is a dotted path or its end.
+      elsewhere: dotted path -> how to set it instead, for fields that overrides must leave alone.
+
     Raises:
-      UsageError: no such key, an ambiguous one, or a value that is not of the field's type.
+      UsageError: no such key, an ambiguous one, one set elsewhere, or a value that is not of the field's type.
       ConfigError: the config refuses the values.
     """
     kinds = fields_of(config)
@@ -162,8 +167,10 @@ def override(config: Any, overrides: Iterable[str]) -> tuple[Any, dict[str, Any]
         if not equals or not key:
             raise UsageError(f"{item!r} is no override; they are written key=value, as in {next(iter(kinds))}=8")
         path = find_field(key.strip(), kinds)
+        if elsewhere and path in elsewhere:
+            raise UsageError(f"{key.strip()}={text.strip()}: set it with {elsewhere[path]}")
         changed[path] = parse_value(key.strip(), text.strip(), kinds[path])
-    return _replace(config, changed), changed
+    return _replace(config, changed)
 
 
 def _replace(config: Any, changed: dict[str, Any]) -> Any:

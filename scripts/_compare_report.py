@@ -135,15 +135,19 @@ def _draw_times(axes: Any, record: dict[str, Any]) -> None:
         axes.barh(row, m["median_ms"], color=_COLORS[mode], height=0.62, zorder=2)
         axes.plot([m["min_ms"], m["max_ms"]], [row, row], color="0.15", linewidth=1.2, zorder=3)
         axes.scatter(m["runs_ms"], [row] * len(m["runs_ms"]), s=14, color="0.15", alpha=0.55, linewidths=0, zorder=4)
-        text = f"{m['median_ms']:.3g} ms"
+        text = f"{_three_digits(m['median_ms'])} ms"
         axes.text(m["max_ms"] + 0.02 * top, row, text, va="center", fontsize=11, fontweight="bold")
     if "one_device" in record:
         alone = record["one_device"]["median_ms"]
         label = "same layer, one device, no exchange"
         axes.axvline(alone, color="0.25", linestyle=(0, (4, 3)), linewidth=1.2, zorder=3, label=label)
         axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False, fontsize=9)
-    axes.set_xlim(0, 1.2 * max(top, record.get("one_device", {}).get("median_ms", 0)))
+    axes.set_xlim(0, 1.3 * max(top, record.get("one_device", {}).get("median_ms", 0)))
     axes.set_xlabel(f"time of one call, ms: median, and all {record['workload']['runs']} runs")
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.{0 if value >= 100 else 1 if value >= 10 else 2}f}"
 
 
 def _draw_bytes(axes: Any, record: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
     python scripts/bench_grouped.py --out results
 
-Takes about three minutes on two CPU cores. Every case runs in fresh processes, its contestants interleaved run by run.
+Takes three to six minutes on two CPU cores. Every case runs in fresh processes, its contestants interleaved run by run.
 A ratio is one of medians within one process, and the best process counts, since a process can be slow as a whole.
 A timed run is one compiled call, blocked on. Prints a table and writes DIR/bench_grouped.json.
 
@@ -18,14 +18,16 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from _common import Parser, UsageError, nearest, refuse_bad_folder, run_main, write_files
 from jax_ep import grouped_matmul, moe
+from jax_ep.bench.clock import compare_runs
 from jax_ep.config import MoEConfig, RouterConfig
 from jax_ep.experts import init_expert_params
 
@@ -99,29 +101,17 @@ def layer_contestants(case: dict[str, Any]) -> dict[str, dict[str, tuple[Call, f
     }
 
 
-def interleaved(calls: dict[str, Call], runs: int, warmup: int) -> dict[str, list[float]]:
-    """Milliseconds of every run of every contestant."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(warmup + runs):
-        for name, call in calls.items():
-            start = time.perf_counter()
-            call()
-            if turn >= warmup:
-                times[name].append((time.perf_counter() - start) * 1e3)
-    return times
-
-
 def measure(case: dict[str, Any], runs: int, warmup: int) -> dict[str, Any]:
     """One process's figures: {what is timed: {contestant: {...}}}."""
     contestants = plain_contestants(case) if case["kind"] == "plain" else layer_contestants(case)
     figures: dict[str, Any] = {}
     for timed, entries in contestants.items():
-        times = interleaved({name: call for name, (call, _) in entries.items()}, runs, warmup)
+        times = compare_runs({name: call for name, (call, _) in entries.items()}, warmup=warmup, runs=runs)
         figures[timed] = {
             name: {
-                "median_ms": statistics.median(times[name]),
-                "min_ms": min(times[name]),
-                "max_ms": max(times[name]),
+                "median_ms": times[name].median_ms,
+                "min_ms": times[name].min_ms,
+                "max_ms": times[name].max_ms,
                 "compile_s": seconds,
             }
             for name, (_, seconds) in entries.items()
@@ -165,22 +155,27 @@ def print_figures(name: str, case: dict[str, Any], processes: list[dict[str, Any
             print(f"  {timed:17} {contestant:11} {medians:30} {low:8.1f} {high:8.1f} {seconds:10.1f}", flush=True)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(argv: Sequence[str]) -> None:
+    parser = Parser(description=__doc__)
     parser.add_argument("--out", type=pathlib.Path, help="folder for bench_grouped.json; none is written without")
     parser.add_argument("--cases", default=",".join(CASES), help=f"some of {','.join(CASES)}")
     parser.add_argument("--processes", type=int, default=3)
     parser.add_argument("--runs", type=int, default=7)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--worker", choices=CASES, help=argparse.SUPPRESS)
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
+    for field, least in (("processes", 1), ("runs", 1), ("warmup", 0)):
+        if getattr(options, field) < least:
+            raise UsageError(f"--{field} {getattr(options, field)}: must be at least {least}")
     if options.worker:
         print(json.dumps(measure(CASES[options.worker], options.runs, options.warmup)))
         return
     names = options.cases.split(",")
     for name in names:
         if name not in CASES:
-            parser.error(f"--cases {name}: must be some of {', '.join(CASES)}")
+            raise UsageError(f"unknown case {name!r}{nearest(name, CASES)}")
+    if options.out:
+        refuse_bad_folder(options.out)
     device = jax.devices()[0]
     print(
         f"jax {jax.__version__}, {device.platform} ({device.device_kind}); medians of {options.runs} interleaved runs"
@@ -197,19 +192,17 @@ def main() -> None:
         label = f"{row['case']} {row['timed']}, {row['ratio']}"
         print(f"  {label:48} {each:22} best {row['best']:6.2f}, goal {row['goal']}: {verdict}")
     if options.out:
-        options.out.mkdir(parents=True, exist_ok=True)
         record = {
-            "environment": {"jax": jax.__version__, "platform": device.platform, "device_kind": device.device_kind}
-        }
-        record |= {
+            "environment": {"jax": jax.__version__, "platform": device.platform, "device_kind": device.device_kind},
+            "timed": "one compiled call, until its results are ready",
             "runs": options.runs,
             "warmup": options.warmup,
             "cases": CASES,
             "processes": processes,
             "goals": goals,
         }
-        (options.out / "bench_grouped.json").write_text(json.dumps(record, indent=1) + "\n")
+        write_files(options.out, {"bench_grouped.json": (json.dumps(record, indent=1) + "\n").encode()})
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

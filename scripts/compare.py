@@ -30,13 +30,6 @@ from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.progress import Progress
 
-from jax_ep import MoEConfig, byte_ledger, make_mesh, moe, route
-from jax_ep.aot import count_collectives
-from jax_ep.bench import Timing, compare_runs
-from jax_ep.config import MODES, CommConfig, WorkloadConfig
-from jax_ep.layer import init_params, param_shardings, resolve_transport
-from jax_ep.routing import router_logits
-
 from _common import (
     Parser,
     UsageError,
@@ -50,6 +43,12 @@ from _common import (
 )
 from _compare_report import picture, print_table, require_matplotlib
 from _text import RECIPE, hidden_states, read_text, sequences
+from jax_ep import MoEConfig, byte_ledger, make_mesh, moe, route
+from jax_ep.aot import count_collectives
+from jax_ep.bench import Timing, compare_runs
+from jax_ep.config import MODES, CommConfig, WorkloadConfig
+from jax_ep.layer import init_params, param_shardings, resolve_transport
+from jax_ep.routing import router_logits
 
 ONE_DEVICE = "grouped_one_device"
 
@@ -114,9 +113,9 @@ def _modes(text: str) -> list[str]:
 def _workload(args: argparse.Namespace) -> WorkloadConfig:
     options = {"expert_parallel": args.expert_parallel, "runs": args.runs, "warmup": args.warmup}
     given = [f"{key}={value}" for key, value in options.items() if value is not None]
-    workload, changed = override(load_config(args.config), [*args.overrides, *given])
-    if "moe.comm.mode" in changed:
-        raise UsageError(f"mode={changed['moe.comm.mode']}: modes are chosen by --modes {changed['moe.comm.mode']}")
+    workload: WorkloadConfig = override(
+        load_config(args.config), [*args.overrides, *given], elsewhere={"moe.comm.mode": "--modes dense,packed"}
+    )
     return workload
 
 
@@ -345,7 +344,10 @@ class Bench:
         if self.config.dtype == "float32":
             notes.append("float32: every byte figure is twice that of 2-byte elements, which published figures use.")
         if self.backward:
-            notes.append("bytes are forward plus backward; reference_bytes are of one forward.")
+            notes.append(
+                "bytes are forward plus backward, without the gradient reductions of parameters that every rank holds; "
+                "reference_bytes are of one forward."
+            )
         if len(modes) > 1:
             notes.append("modes take turns, run by run, and each round starts with another.")
         dropped = [mode for mode in modes if int(programs[mode].stats.dropped_rows)]

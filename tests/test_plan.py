@@ -193,7 +193,15 @@ def test_rounds_turn_exactly_at_the_quota(transport, over):
 
 @pytest.mark.parametrize(
     ("assignments", "ranks", "factor", "want"),
-    [(16, 4, None, 16), (16, 4, 1.0, 4), (16, 4, 1.1, 5), (16, 4, 0.001, 1), (16, 4, 99.0, 16), (1, 8, 2.0, 1), (7, 2, 0.5, 2)],
+    [
+        (16, 4, None, 16),
+        (16, 4, 1.0, 4),
+        (16, 4, 1.1, 5),
+        (16, 4, 0.001, 1),
+        (16, 4, 99.0, 16),
+        (1, 8, 2.0, 1),
+        (7, 2, 0.5, 2),
+    ],
 )
 def test_quota(assignments, ranks, factor, want):
     assert planning.quota(assignments, ranks, factor) == want

@@ -129,7 +129,9 @@ def test_ragged_all_to_all_refuses(change, named):
 # --- parts
 
 
-@pytest.mark.parametrize("dtypes", [("float32",), ("bfloat16", "float32"), ("int8", "float32", "bool"), ("float16", "int32")])
+@pytest.mark.parametrize(
+    "dtypes", [("float32",), ("bfloat16", "float32"), ("int8", "float32", "bool"), ("float16", "int32")]
+)
 def test_pack_keeps_every_bit(dtypes):
     rng = np.random.default_rng(0)
     rows = []
@@ -143,7 +145,9 @@ def test_pack_keeps_every_bit(dtypes):
         np.testing.assert_array_equal(np.asarray(after).view(np.uint8), np.asarray(before).view(np.uint8))
 
 
-@pytest.mark.parametrize(("width", "dtype", "integers"), [(1, "bfloat16", 9), (3, "float32", 3), (64, "float16", 5), (8, "int8", 1)])
+@pytest.mark.parametrize(
+    ("width", "dtype", "integers"), [(1, "bfloat16", 9), (3, "float32", 3), (64, "float16", 5), (8, "int8", 1)]
+)
 def test_header_rides_in_the_same_collective(width, dtype, integers):
     ranks, quota = 4, 3
     rng = np.random.default_rng(1)
@@ -158,7 +162,9 @@ def test_header_rides_in_the_same_collective(width, dtype, integers):
     args = jnp.asarray(rows.reshape(-1, width)), jnp.asarray(head.reshape(-1, integers))
     moved, told = run(*args)
     np.testing.assert_array_equal(told, head.swapaxes(0, 1).reshape(-1, integers))
-    np.testing.assert_array_equal(np.asarray(moved).view(np.uint8), rows.swapaxes(0, 1).reshape(-1, width).view(np.uint8))
+    np.testing.assert_array_equal(
+        np.asarray(moved).view(np.uint8), rows.swapaxes(0, 1).reshape(-1, width).view(np.uint8)
+    )
     text = run.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("stablehlo.all_to_all") == 1
 
@@ -201,7 +207,9 @@ def test_exchange_and_its_transpose(transport):
         flat = [jnp.asarray(a.reshape(-1, *a.shape[2:])) for a in (ids.astype(np.int32), hidden, scale)]
         for step in range(3):
             out = program(*flat, jnp.full(ranks, step, jnp.int32))
-            there, scale_there, d_hidden, d_scale, assignment, slot, _ = (np.asarray(a).reshape(ranks, -1, *a.shape[1:]) for a in out)
+            there, scale_there, d_hidden, d_scale, assignment, slot, _ = (
+                np.asarray(a).reshape(ranks, -1, *a.shape[1:]) for a in out
+            )
             moved = 0
             want, want_scale = np.zeros_like(there), np.zeros_like(scale_there)
             want_d, want_d_scale = np.zeros_like(hidden), np.zeros_like(scale)

@@ -109,7 +109,7 @@ _SYMBOL = r'@(?:"[^"]*"|[\w$.\-]+)'
 _TOKEN = re.compile(
     rf"""(?P<define>\bfunc\.func\s+(?:\w+\s+)?{_SYMBOL})
     | (?P<call>(?:\bcall\s+|\bcallee\s*=\s*|\bdecomposition\s*=\s*){_SYMBOL})
-    | (?P<target>\bcustom_call\s*{_SYMBOL}|\bcall_target_name\s*=\s*"[^"]*")
+    | (?P<target>\b(?:stablehlo\.)?custom_call\s*{_SYMBOL}|\bcall_target_name\s*=\s*"[^"]*")
     | (?P<op>(?<![#!])\bstablehlo\.\w+)
     | (?P<string>"(?:[^"\\]|\\.)*")
     | (?P<loop>\b(?:cond|do)\s*\{{)

@@ -30,9 +30,9 @@ __all__ = ["Activation", "ExpertWeights", "expert_mlp", "grouped_matmul"]
 def grouped_matmul(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """Each group's rows times its own matrix, accumulated in float32.
 
-    Group g owns the group_sizes[g] rows after those of groups 0 .. g-1. Rows past the sum of the sizes come back as exact
-    zeros whatever they hold, NaN included; their gradient is exactly zero and they add nothing to the weights' gradients.
-    A group without rows gets exactly zero weight gradients.
+    Group g owns the group_sizes[g] rows after those of groups 0 .. g-1. Rows past the sum of the sizes come back as
+    exact zeros whatever they hold, NaN included; their gradient is exactly zero and they add nothing to the weights'
+    gradients. A group without rows gets exactly zero weight gradients.
 
     Args:
       rows: [M, K] float32, bfloat16 or float16.
@@ -105,9 +105,10 @@ def expert_mlp(
         out[m] = sum over n with index[n] == m of weights[n] * mlp_e(n)(rows[m])
         mlp_e(x) = activation(x @ gate_e + gate_bias_e, x @ up_e + up_bias_e) @ down_e + down_bias_e.
 
-    Positions past the sum are ignored, whatever index and weights hold there. A row that no index points to may hold NaN:
-    its output and its gradient are exactly 0. Products take rows.dtype and accumulate in float32. The pre-activations
-    are kept for the backward pass under the checkpoint names "moe_gate" and "moe_up"; expert outputs are not kept.
+    Positions past the sum are ignored, whatever index and weights hold there. A row that no index points to may hold
+    NaN: its output and its gradient are exactly 0. Products take rows.dtype and accumulate in float32. The
+    pre-activations are kept for the backward pass under the checkpoint names "moe_gate" and "moe_up"; expert outputs
+    are not kept.
 
     Args:
       rows: [M, H] float32, bfloat16 or float16.
@@ -119,7 +120,8 @@ def expert_mlp(
       expected_rows: how many positions are expected to be filled; None: all. Changes speed only.
 
     Returns:
-      [M, H], float32 with weights (the caller rounds once), rows.dtype without. Differentiable in rows, weights, experts.
+      [M, H], float32 with weights (the caller rounds once), rows.dtype without. Differentiable in rows, weights and
+      experts.
 
     Raises:
       ConfigError: shapes or dtypes that do not fit together.

@@ -26,10 +26,12 @@ from jax_ep.grouped.fallback import Activation, ExpertWeights, to_float32
 # Up to these many floating-point operations in padded rows, a loop body more costs more to compile than it saves.
 _ONE_STEP_FLOPS = 1e8
 _FEW_STEPS_FLOPS = 4e8
-_MULTIPLE = 16
-# In units of the balanced group: what rounding up adds is small for small groups and 12% at most around 1.
+_MULTIPLE = 8
+# In units of the balanced group. Steps below _FINE_FROM are few: what rounding up adds to small groups is small.
 _SMALL_STEPS = (0.125, 0.25, 0.45)
-_FINE_STEPS = tuple(0.7 * 1.12**i for i in range(7))
+_FINE_FROM, _FINE_TO = 0.7, 1.35
+# Ratios of neighbouring fine steps: smaller ones waste fewer rows and take longer to compile, bigger bodies more so.
+_PLAIN_FINE, _MLP_FINE = 1.06, 1.12
 
 
 class Ladder(NamedTuple):
@@ -44,7 +46,7 @@ class Ladder(NamedTuple):
     piece: int | None
 
 
-def ladder(positions: int, groups: int, expected: int, row_flops: float) -> Ladder:
+def ladder(positions: int, groups: int, expected: int, row_flops: float, fine: float) -> Ladder:
     """Fine steps around the balanced expected/groups, coarse ones below, few or one where rounding up is cheap.
 
     Args:
@@ -52,6 +54,7 @@ def ladder(positions: int, groups: int, expected: int, row_flops: float) -> Ladd
       groups: G.
       expected: rows expected in all groups together.
       row_flops: floating-point operations one row costs.
+      fine: the ratio of neighbouring fine steps.
     """
     if groups * positions * row_flops <= _ONE_STEP_FLOPS:
         return Ladder((positions,), None)
@@ -60,9 +63,12 @@ def ladder(positions: int, groups: int, expected: int, row_flops: float) -> Ladd
     def rounded(count: float) -> int:
         return min(positions, math.ceil(count / _MULTIPLE) * _MULTIPLE)
 
-    fine = _FINE_STEPS[-1:] if positions * row_flops <= _FEW_STEPS_FLOPS else _SMALL_STEPS + _FINE_STEPS
-    steps = sorted({rounded(step * mean) for step in fine})
-    return Ladder(tuple(steps), None if steps[-1] == positions else rounded(_FINE_STEPS[0] * mean))
+    count = math.ceil(math.log(_FINE_TO / _FINE_FROM, fine))
+    wanted = [*_SMALL_STEPS, *(_FINE_FROM * fine**i for i in range(count + 1))]
+    if positions * row_flops <= _FEW_STEPS_FLOPS:
+        wanted = wanted[-1:]
+    steps = sorted({rounded(step * mean) for step in wanted})
+    return Ladder(tuple(steps), None if steps[-1] == positions else rounded(_FINE_FROM * mean))
 
 
 class _Window(NamedTuple):
@@ -169,18 +175,21 @@ def _dot_transposed(a: jax.Array, b: jax.Array) -> jax.Array:
     return lax.dot_general(a, b, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32)
 
 
-def _transposed_dot(a: jax.Array, b: jax.Array) -> jax.Array:
-    """[n, a].T @ [n, b], float32. The barrier keeps the transpose out of the product, whose fast kernel needs that."""
-    return _dot(lax.optimization_barrier(a.T), b)
+def _transposed(a: jax.Array) -> jax.Array:
+    """a.T behind a barrier that keeps the transpose out of the product that takes it, whose fast kernel needs that."""
+    return lax.optimization_barrier(a.T)
 
 
 def _of(weights: jax.Array, group: jax.Array) -> jax.Array:
     return lax.dynamic_index_in_dim(weights, group, 0, keepdims=False)
 
 
-def _unwritten(tree: Any) -> Any:
-    """Arrays shaped as those of `tree`, every element of which is written before it is read."""
-    return jax.tree.map(lambda w: lax.empty(w.shape, w.dtype), tree)
+_Like = TypeVar("_Like")
+
+
+def _unwritten(like: _Like) -> _Like:
+    """The tree with arrays of any content: every element that is read is written first."""
+    return jax.tree.map(lambda a: lax.empty(a.shape, a.dtype), like)
 
 
 # ---------------------------------------------------------------------------------------------- plain grouped product
@@ -189,7 +198,7 @@ def _unwritten(tree: Any) -> Any:
 def matmul_forward(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
     """[M, K] x [G, K, N] -> [M, N]."""
     count, (groups, k, n) = rows.shape[0], weights.shape
-    rungs = ladder(count, groups, count, 2.0 * k * n)
+    rungs = ladder(count, groups, count, 2.0 * k * n, _PLAIN_FINE)
 
     def body(window: _Window, group: jax.Array, out: jax.Array) -> tuple[jax.Array, None]:
         return window.write(out, _dot(window.read(rows), _of(weights, group))), None
@@ -202,11 +211,11 @@ def matmul_backward(
 ) -> tuple[jax.Array, jax.Array]:
     """Gradients of rows [M, K] and weights [G, K, N]."""
     count, (groups, k, n) = rows.shape[0], weights.shape
-    rungs = ladder(count, groups, count, 4.0 * k * n)
+    rungs = ladder(count, groups, count, 4.0 * k * n, _PLAIN_FINE)
 
     def body(window: _Window, group: jax.Array, d_rows: jax.Array) -> tuple[jax.Array, jax.Array]:
         x, d = window.only(window.read(rows)), window.only(window.read(d_out))  # [n, K], [n, N]
-        return window.write(d_rows, _dot_transposed(d, _of(weights, group))), _transposed_dot(x, d)
+        return window.write(d_rows, _dot_transposed(d, _of(weights, group))), _dot(_transposed(x), d)
 
     return _each_group(group_sizes, rungs, count, jnp.zeros_like(rows), _unwritten(weights), body)
 
@@ -219,7 +228,7 @@ def _mlp_ladder(index: jax.Array, experts: ExpertWeights, expected_rows: int | N
     positions = index.shape[0]
     matrices = 2 if experts.gate is None else 3
     row_flops = 2.0 * products * matrices * hidden * intermediate
-    return ladder(positions, groups, positions if expected_rows is None else expected_rows, row_flops)
+    return ladder(positions, groups, positions if expected_rows is None else expected_rows, row_flops, _MLP_FINE)
 
 
 def _gather(rows: jax.Array, index: jax.Array, window: _Window) -> jax.Array:
@@ -275,9 +284,8 @@ def mlp_forward(
             ups = window.write(ups, up)
         return (out, gates, ups), None
 
-    intermediate = experts.up.shape[2]
-    ups = lax.empty((positions, intermediate), dtype) if save else None
-    gates = lax.empty((positions, intermediate), dtype) if save and experts.gate is not None else None
+    saved = jax.ShapeDtypeStruct((positions, experts.up.shape[2]), dtype) if save else None
+    gates, ups = _unwritten((None if experts.gate is None else saved, saved))
     carry = (jnp.zeros((count, hidden), out_dtype), gates, ups)
     return _each_group(group_sizes, rungs, positions, carry, None, body)[0]
 
@@ -322,10 +330,11 @@ def mlp_backward(
         if experts.gate is not None:
             d_x += _dot_transposed(d_gate.astype(dtype), _of(experts.gate, group))
         d_rows = _scatter(d_rows, at, window, d_x, unique=weights is None)
+        x_t = _transposed(x)  # [H, n]
         sums = ExpertWeights(
-            gate=None if experts.gate is None else _transposed_dot(x, d_gate.astype(dtype)),
-            up=_transposed_dot(x, d_up.astype(dtype)),
-            down=_transposed_dot(h.astype(dtype), d_y.astype(dtype)),
+            gate=None if experts.gate is None else _dot(x_t, d_gate.astype(dtype)),
+            up=_dot(x_t, d_up.astype(dtype)),
+            down=_dot(_transposed(h.astype(dtype)), d_y.astype(dtype)),
             gate_bias=None if experts.gate_bias is None else d_gate.sum(0),
             up_bias=None if experts.up_bias is None else d_up.sum(0),
             down_bias=None if experts.down_bias is None else d_y.sum(0),

@@ -26,9 +26,7 @@ from jax_ep.transport import share_counts
 __all__ = ["Dispatched", "ExpertFn", "combine", "dispatch", "make_plan"]
 
 
-def make_plan(
-    experts: jax.Array, config: MoEConfig, *, axis_name: str | None, transport: str = "all_to_all"
-) -> Plan:
+def make_plan(experts: jax.Array, config: MoEConfig, *, axis_name: str | None, transport: str = "all_to_all") -> Plan:
     """experts [T, K] of this rank -> Plan. On the ragged transport this is where the counts are shared.
 
     Args:

@@ -44,13 +44,13 @@ def geometry(comm: CommConfig, tokens: int, top_k: int, padded_experts: int, ran
     """The static side of a plan: `tokens` of one rank, E padded to divide over `ranks`."""
     n = max(1, tokens * top_k)
     if comm.mode == "packed" and ranks > 1:
-        return Geometry(tokens, top_k, padded_experts, ranks, planning.quota(n, ranks, comm.recv_rows_factor), transport)
+        return Geometry(
+            tokens, top_k, padded_experts, ranks, planning.quota(n, ranks, comm.recv_rows_factor), transport
+        )
     return Geometry(tokens, top_k, padded_experts, ranks, n)
 
 
-def grouped(
-    rows: jax.Array, experts: jax.Array, weights: jax.Array, plan: Plan, num_experts: int
-) -> Dispatched:
+def grouped(rows: jax.Array, experts: jax.Array, weights: jax.Array, plan: Plan, num_experts: int) -> Dispatched:
     """Dispatched for rows [M, H] that are here already: experts [M, K] local ids, weights [M, K] applied here."""
     order, sizes = planning.sort_by_expert(experts.reshape(-1), num_experts)
     sorted_weights = jnp.asarray(weights).reshape(-1)[order]  # [M * K]

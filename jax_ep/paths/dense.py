@@ -23,21 +23,18 @@ def combine_matrix(experts: jax.Array, weights: jax.Array, num_experts: int) -> 
 def run(x: jax.Array, experts: jax.Array, weights: jax.Array, params: Any, config: MoEConfig) -> jax.Array:
     """x [T, H] -> [T, H] float32: act(x W_gate, x W_up) W_down for all experts, weighted by the [T, E] matrix."""
     p = {name: w.astype(config.dtype) for name, w in params.items()}
-    f32 = jnp.float32
     matrix = combine_matrix(experts, weights, p["up"].shape[0])  # [T, E]
 
     def product(name: str) -> jax.Array | None:
         if name not in p:
             return None
-        out = jnp.einsum("th,ehi->tei", x, p[name], preferred_element_type=f32)
-        if f"{name}_bias" in p:
-            out += p[f"{name}_bias"].astype(f32)[None]
-        return out.astype(x.dtype)
+        out = jnp.einsum("th,ehi->tei", x, p[name])
+        return out + p[f"{name}_bias"][None] if f"{name}_bias" in p else out
 
     up = product("up")
     assert up is not None
     hidden = activation_fn(config.activation)(product("gate"), up)  # [T, E, I]
-    y = jnp.einsum("tei,eih->teh", hidden, p["down"], preferred_element_type=f32)
+    y = jnp.einsum("tei,eih->teh", hidden, p["down"])
     if "down_bias" in p:
-        y += p["down_bias"].astype(f32)[None]
-    return jnp.einsum("teh,te->th", y.astype(x.dtype).astype(f32), matrix, precision=jax.lax.Precision.HIGHEST)
+        y += p["down_bias"][None]
+    return jnp.einsum("teh,te->th", y.astype(jnp.float32), matrix, precision=jax.lax.Precision.HIGHEST)

@@ -34,9 +34,7 @@ def combine(rows: jax.Array, dispatched: Dispatched, weights: jax.Array) -> jax.
     return collect(checkpoint_name(back.rows, "moe_combined"), weights, planning.home(plan))
 
 
-def extra_rounds(
-    x: jax.Array, weights: jax.Array, params: Any, plan: Plan, expert_fn: ExpertFn
-) -> jax.Array | None:
+def extra_rounds(x: jax.Array, weights: jax.Array, params: Any, plan: Plan, expert_fn: ExpertFn) -> jax.Array | None:
     """What rounds 2.. add to the sums [T, H], float32; None where no routing can need them.
 
     A loop whose trip count every rank knows. Nothing of a round is kept: its backward sends the rows again, with their

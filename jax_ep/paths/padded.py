@@ -30,7 +30,9 @@ def dispatch(x: jax.Array, experts: jax.Array, plan: Plan) -> Dispatched:
     """x [T, H] -> chunks [R * N, H] from all ranks; the expert of each row travels beside it, L where the row is empty."""
     g, home = plan.geometry, _home(plan)
     # The mask and the expert are one integer.
-    local = jnp.where(home.assignment < g.assignments, experts.reshape(-1)[home.assignment % g.assignments], g.num_experts)
+    local = jnp.where(
+        home.assignment < g.assignments, experts.reshape(-1)[home.assignment % g.assignments], g.num_experts
+    )
     local = jnp.where(local < g.num_experts, local % g.local_experts, g.local_experts)[:, None]
     (rows, ids), _ = exchange([Part(spread(x, home)), Part(local.astype(jnp.int32))], plan)
     ids_away = checkpoint_name(ids.rows[:, 0], "moe_counts")

@@ -16,9 +16,7 @@ def swap(buffer: jax.Array, axis_name: str, ranks: int) -> jax.Array:
     return jax.lax.all_to_all(buffer.reshape(ranks, -1, buffer.shape[1]), axis_name, 0, 0).reshape(buffer.shape)
 
 
-def swap_with_header(
-    buffer: jax.Array, header: jax.Array, axis_name: str, ranks: int
-) -> tuple[jax.Array, jax.Array]:
+def swap_with_header(buffer: jax.Array, header: jax.Array, axis_name: str, ranks: int) -> tuple[jax.Array, jax.Array]:
     """As swap, and header [R, k] int32 becomes what each rank's header said of this one, [R, k]; one collective."""
     unit, columns = buffer.dtype.itemsize, buffer.shape[1]
     integers = header.shape[1]

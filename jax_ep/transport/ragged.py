@@ -15,9 +15,7 @@ from jax_ep.config import refuse
 from jax_ep.transport.all_gather import emulated_ragged_all_to_all
 
 
-def native_or_emulated(
-    operand: jax.Array, output: jax.Array, *slices: jax.Array, axis_name: str
-) -> jax.Array:
+def native_or_emulated(operand: jax.Array, output: jax.Array, *slices: jax.Array, axis_name: str) -> jax.Array:
     """XLA's ragged-all-to-all; on CPU, which has none, the emulation. Chosen where the program is lowered, not where it is traced."""
     emulated = functools.partial(emulated_ragged_all_to_all, axis_name=axis_name)
     native = functools.partial(jax.lax.ragged_all_to_all, axis_name=axis_name)
@@ -58,7 +56,9 @@ def ragged_all_to_all(
     if operand.ndim < 1 or operand.shape[1:] != output.shape[1:] or operand.dtype != output.dtype:
         rule = f"must have the operand's trailing shape and dtype, {operand.shape[1:]} {operand.dtype.name}"
         refuse("output", f"{output.dtype.name}{list(output.shape)}", rule, f"jnp.zeros((rows, *{operand.shape[1:]}))")
-    slices = dict(input_offsets=input_offsets, send_sizes=send_sizes, output_offsets=output_offsets, recv_sizes=recv_sizes)
+    slices = dict(
+        input_offsets=input_offsets, send_sizes=send_sizes, output_offsets=output_offsets, recv_sizes=recv_sizes
+    )
     for name, value in slices.items():
         if value.ndim != 1 or value.shape[0] % ranks or not value.shape[0] or value.shape != input_offsets.shape:
             refuse(name, list(value.shape), f"must be one length, a multiple of the axis size {ranks}", [ranks])
@@ -73,7 +73,10 @@ def _differentiable(axis_name: str, operand: jax.Array, output: jax.Array, *slic
 
 
 def _forward(axis_name: str, operand: jax.Array, output: jax.Array, *slices: jax.Array) -> Any:
-    return _differentiable(axis_name, operand, output, *slices), (jnp.zeros_like(operand, shape=(0, *operand.shape)), slices)
+    return _differentiable(axis_name, operand, output, *slices), (
+        jnp.zeros_like(operand, shape=(0, *operand.shape)),
+        slices,
+    )
 
 
 def _backward(axis_name: str, saved: Any, cotangent: jax.Array) -> Any:

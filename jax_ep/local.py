@@ -1,0 +1,170 @@
+"""One rank's layer: route, plan, dispatch, experts, combine, and its share of the statistics. Runs inside shard_map, or alone.
+
+Letters: t tokens here, b, s batch and sequence here, K top_k, E experts, H hidden, C receive rows, I intermediate, R ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.ad_checkpoint import checkpoint_name
+
+from jax_ep import paths
+from jax_ep import plan as planning
+from jax_ep.config import MoEConfig
+from jax_ep.experts import apply_experts, shared_mlp
+from jax_ep.paths import dense, packed
+from jax_ep.routing import MoEStats, Routing, route, router_logits
+from jax_ep.sharding import Axes
+
+_NOWHERE = jnp.iinfo(jnp.int32).max
+
+CHECKPOINT_NAMES = (
+    "moe_dispatched",  # rows beside their experts [C, H]
+    "moe_gate",  # pre-activations there [C, I]
+    "moe_up",
+    "moe_combined",  # expert rows back home [T*K, H]
+    "moe_output",  # y [T, H]
+    "moe_counts",  # small: what was learnt of other ranks' counts, weights, sums
+    "moe_weights",
+    "moe_stats",
+)
+
+
+def one_rank(
+    params: dict[str, Any],
+    x: jax.Array,
+    token_mask: jax.Array | None,
+    routing: Routing | None,
+    config: MoEConfig,
+    axes: Axes,
+    transport: str,
+    group_tokens: int,
+) -> tuple[jax.Array, MoEStats]:
+    """One rank's layer: x [t, H] or [b, s, H], its own experts."""
+    shape, h = x.shape, config.hidden_size
+    x = x.reshape(-1, h).astype(config.dtype)
+    mask = None if token_mask is None else token_mask.reshape(-1)
+    if mask is not None:
+        x = jnp.where(mask[:, None], x, 0)  # whatever stands in a masked row, NaN included, reaches nothing
+    with jax.named_scope("route"):
+        if routing is None:
+            router = params["router"]
+            logits = router_logits(x, router["kernel"], router.get("bias"))
+            routing = route(logits, config.router, selection_bias=router.get("selection_bias"))
+        else:
+            routing = jax.tree.map(lambda a: a.reshape(x.shape[0], *a.shape[len(shape) - 1 :]), routing)
+        routing, sums = tidy(routing, mask, config)
+        routing, dropped = apply_capacity(routing, config, axes, group_tokens)
+    if config.comm.mode == "dense":
+        with jax.named_scope("experts"):
+            y = dense.run(x, routing.experts, routing.weights, params["experts"], config)
+        rounds = wire = jnp.int32(0)
+    else:
+        y, rounds, wire = routed(params["experts"], x, routing, config, axes, transport)
+    if config.num_shared_experts:
+        with jax.named_scope("shared_experts"):
+            y = y + shared_mlp(x, params["shared"], config)
+    if mask is not None:
+        y = jnp.where(mask[:, None], y, 0)
+    stats = reduce_stats(sums._replace(dropped_rows=dropped, rounds=rounds, wire_rows=wire), axes)
+    return checkpoint_name(y.astype(config.dtype), "moe_output").reshape(shape), stats
+
+
+def routed(
+    expert_params: Any, x: jax.Array, routing: Routing, config: MoEConfig, axes: Axes, transport: str
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """plan, dispatch, experts, combine: y [t, H] float32, rounds, rows on the wire."""
+    # Buffers have slack; this many rows are to be expected on each rank.
+    expected = routing.experts.size
+
+    def expert_fn(rows: jax.Array, index: jax.Array, sizes: jax.Array, weights: jax.Array | None, p: Any) -> jax.Array:
+        return apply_experts(rows, index, sizes, weights, p, config, expected_rows=expected)
+
+    with jax.named_scope("plan"):
+        plan = paths.make_plan(routing.experts, config, axis_name=axes.expert, transport=transport)
+    with jax.named_scope("dispatch"):
+        dispatched = paths.dispatch(x, routing, plan, config)
+    with jax.named_scope("experts"):
+        rows = expert_fn(dispatched.rows, dispatched.index, dispatched.group_sizes, dispatched.weights, expert_params)
+    with jax.named_scope("combine"):
+        y = paths.combine(rows, dispatched, routing, config)
+    plan, g = dispatched.plan, dispatched.plan.geometry
+    if g.ranks == 1:
+        return y, jnp.int32(0), jnp.int32(0)
+    if config.comm.mode == "allgather":
+        return y, jnp.int32(1), jnp.int32((g.ranks - 1) * g.tokens)
+    if config.comm.mode == "padded":
+        return y, jnp.int32(1), jnp.int32((g.ranks - 1) * g.quota)
+    with jax.named_scope("extra_rounds"):
+        more = packed.extra_rounds(x, routing.weights, expert_params, plan, expert_fn)
+    assert plan.rounds is not None
+    if g.ragged:
+        wire = plan.send_counts.sum() - plan.send_counts[plan.rank]
+    else:
+        wire = plan.rounds * ((g.ranks - 1) * g.quota)
+    return (y if more is None else y + more), plan.rounds, wire.astype(jnp.int32)
+
+
+def tidy(routing: Routing, mask: jax.Array | None, config: MoEConfig) -> tuple[Routing, MoEStats]:
+    """Masked and out-of-range assignments go nowhere with weight 0; and this rank's sums."""
+    e = config.num_experts
+    experts = routing.experts.astype(jnp.int32)
+    real = (experts >= 0) & (experts < e)
+    tokens = jnp.int32(experts.shape[0])
+    probs, lse = routing.probs, routing.logsumexp
+    if mask is not None:
+        real &= mask[:, None]
+        tokens = mask.sum(dtype=jnp.int32)
+        probs = None if probs is None else jnp.where(mask[:, None], probs, 0)
+        lse = None if lse is None else jnp.where(mask, lse, 0)
+    experts = jnp.where(real, experts, _NOWHERE)
+    weights = jnp.where(real, routing.weights.astype(jnp.float32), 0)
+    counts = planning.count(experts.reshape(-1), e)
+    prob_sum = jnp.zeros(e, jnp.float32) if probs is None else probs.astype(jnp.float32).sum(0)
+    lse_sq = jnp.float32(0) if lse is None else jnp.square(lse.astype(jnp.float32)).sum()
+    zero = jnp.int32(0)
+    return Routing(experts, weights), MoEStats(tokens, counts, prob_sum, lse_sq, zero, zero, zero)
+
+
+def apply_capacity(routing: Routing, config: MoEConfig, axes: Axes, group_tokens: int) -> tuple[Routing, jax.Array]:
+    """Drops what exceeds ceil(c * tokens * K / E) rows of an expert, counted over the ranks of one expert axis."""
+    c = config.comm.capacity_factor
+    if c is None:
+        return routing, jnp.int32(0)
+    e = config.num_experts
+    experts = routing.experts
+    capacity = max(1, math.ceil(c * group_tokens * experts.shape[1] / e))
+    ahead = jnp.zeros(e, jnp.int32)
+    if axes.ranks > 1:
+        counts = planning.count(experts.reshape(-1), e)
+        everyone = jax.lax.all_gather(counts, axes.expert)  # [R, E]
+        ahead = planning.before(everyone)[jax.lax.axis_index(axes.expert)]
+    kept = planning.kept_under_capacity(experts, e, ahead, capacity)
+    dropped = ((experts < e) & ~kept).sum(dtype=jnp.int32)
+    return Routing(jnp.where(kept, experts, _NOWHERE), jnp.where(kept, routing.weights, 0)), dropped
+
+
+def reduce_stats(stats: MoEStats, axes: Axes) -> MoEStats:
+    """Sums over all token axes in one collective; rounds are the largest of the replicas.
+
+    Counts cross as two floats of 12 and more bits, so that one float32 reduction holds them exactly.
+    """
+    if not axes.tokens:
+        return stats
+    integers = jnp.concatenate([stats.counts, jnp.stack([stats.tokens, stats.dropped_rows, stats.wire_rows])])
+    replica = jax.lax.axis_index(axes.outer) if axes.outer else 0
+    first = jax.lax.axis_index(axes.expert) == 0
+    rounds = jnp.where(first & (jnp.arange(axes.replicas) == replica), stats.rounds, 0)
+    low, high = integers % 4096, integers // 4096
+    floats = [low, high, rounds, stats.prob_sum, stats.lse_sq_sum[None]]
+    mine = jnp.concatenate([f.astype(jnp.float32) for f in floats])
+    total = checkpoint_name(jax.lax.psum(mine, axes.tokens), "moe_stats")
+    low, high, rounds, prob_sum, lse = jnp.split(total, np.cumsum([f.shape[0] for f in floats])[:-1])
+    whole = low.astype(jnp.int32) + 4096 * high.astype(jnp.int32)
+    e = stats.counts.shape[0]
+    return MoEStats(whole[e], whole[:e], prob_sum, lse[0], whole[e + 1], rounds.max().astype(jnp.int32), whole[e + 2])
