@@ -25,9 +25,9 @@ def refuse(field: str, value: Any, rule: str, works: Any) -> NoReturn:
     raise ConfigError(f"{field}={value!r}: {rule}; {field}={works!r} works")
 
 
-def _one_of(field: str, value: Any, allowed: tuple[str, ...]) -> None:
+def _one_of(field: str, value: Any, allowed: tuple[str, ...], works: str | None = None) -> None:
     if value not in allowed:
-        refuse(field, value, f"must be one of {', '.join(allowed)}", allowed[-1])
+        refuse(field, value, f"must be one of {', '.join(allowed)}", works or allowed[-1])
 
 
 def _positive_int(field: str, value: Any, works: int, least: int = 1) -> None:
@@ -89,9 +89,8 @@ class RouterConfig:
             rule = "softmax_after_top_k takes a softmax of the chosen logits"
             refuse("score_function", self.score_function, rule, "softmax")
         if self.softmax_after_top_k and (self.num_groups > 1 or self.selection_bias):
-            field = "num_groups" if self.num_groups > 1 else "selection_bias"
-            rule = "softmax_after_top_k chooses by logit alone"
-            refuse(field, getattr(self, field), rule, 1 if field == "num_groups" else False)
+            other = f"num_groups={self.num_groups}" if self.num_groups > 1 else "selection_bias=True"
+            refuse("softmax_after_top_k", True, f"it chooses by logit alone, which excludes {other}", False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,10 +119,12 @@ class CommConfig:
 
     def __post_init__(self) -> None:
         _one_of("mode", self.mode, MODES)
-        _one_of("transport", self.transport, TRANSPORTS)
+        _one_of("transport", self.transport, TRANSPORTS, works="auto")
         if self.recv_rows_factor is not None:
             _positive_number("recv_rows_factor", self.recv_rows_factor, 2.0)
         if self.capacity_factor is not None:
+            if self.mode in ("dense", "allgather"):
+                refuse("capacity_factor", self.capacity_factor, f"mode {self.mode!r} drops nothing", None)
             _positive_number("capacity_factor", self.capacity_factor, 1.25)
         if self.mode != "packed":
             rule = f'only mode="packed" reads it, and mode is {self.mode!r}'
@@ -131,8 +132,6 @@ class CommConfig:
                 refuse("transport", self.transport, rule, "auto")
             if self.recv_rows_factor != 2.0:
                 refuse("recv_rows_factor", self.recv_rows_factor, rule, 2.0)
-        if self.capacity_factor is not None and self.mode in ("dense", "allgather"):
-            refuse("capacity_factor", self.capacity_factor, f"mode {self.mode!r} drops nothing", None)
         not_built = "is not built yet"
         if self.dedup is not False:
             refuse("dedup", self.dedup, not_built, False)
@@ -176,7 +175,9 @@ class MoEConfig:
       dtype: of the computation, the rows that travel and the result.
       param_dtype: of the parameters.
       expert_axis: mesh axis that the experts are spread over.
-      token_axes: mesh axes that the tokens are spread over, outermost first; includes expert_axis.
+      token_axes: mesh axes that the tokens are spread over, outermost first, expert_axis last. Those that the mesh
+        lacks count
+        as size 1.
       shard_sequence: how x [B, S, H] lies on the mesh. True: batch over token_axes without expert_axis,
         sequence over expert_axis. False: batch over all token_axes. None: as x's own sharding says where it
         is visible (concrete arrays, Explicit axes), else sequence where it divides, else batch.
@@ -212,31 +213,34 @@ class MoEConfig:
         _positive_int("num_shared_experts", self.num_shared_experts, 0, least=0)
         router, experts = self.router, self.num_experts
         if router.top_k > experts:
-            refuse("top_k", router.top_k, f"cannot exceed num_experts={experts}", min(2, experts))
+            most = min(2, experts, router.top_k_groups * max(1, experts // router.num_groups))
+            refuse("top_k", router.top_k, f"cannot exceed num_experts={experts}", most)
         if experts % router.num_groups:
-            refuse("num_groups", router.num_groups, f"must divide num_experts={experts}", 1)
+            divisors = [n for n in range(router.top_k_groups, experts + 1) if experts % n == 0]
+            refuse("num_groups", router.num_groups, f"must divide num_experts={experts}", (divisors or [1])[0])
         group = experts // router.num_groups
         if router.top_k > router.top_k_groups * group:
             rule = f"{router.top_k_groups} groups of {group} experts hold fewer than that"
             refuse("top_k", router.top_k, rule, router.top_k_groups * group)
         if router.group_score == "top2_sum" and router.num_groups > 1 and group < 2:
             refuse("group_score", router.group_score, "needs groups of at least two experts", "max")
-        if self.shared_intermediate_size is not None:
-            _positive_int("shared_intermediate_size", self.shared_intermediate_size, self.intermediate_size)
         if self.num_shared_experts == 0:
             if self.shared_intermediate_size is not None:
                 rule = "there are no shared experts (num_shared_experts=0)"
                 refuse("shared_intermediate_size", self.shared_intermediate_size, rule, None)
             if self.shared_gate:
                 refuse("shared_gate", True, "there are no shared experts (num_shared_experts=0)", False)
+        elif self.shared_intermediate_size is not None:
+            _positive_int("shared_intermediate_size", self.shared_intermediate_size, self.intermediate_size)
         for field in ("dtype", "param_dtype"):
             object.__setattr__(self, field, _dtype_name(field, getattr(self, field)))
         axes = self.token_axes
         axes = (axes,) if isinstance(axes, str) else tuple(axes)
         object.__setattr__(self, "token_axes", axes)
-        if self.expert_axis not in axes or len(set(axes)) != len(axes):
-            rule = f"must name each axis once and include expert_axis={self.expert_axis!r}"
-            refuse("token_axes", axes, rule, ("data", self.expert_axis))
+        if not axes or axes[-1] != self.expert_axis or len(set(axes)) != len(axes):
+            rule = f"must name each axis once and expert_axis={self.expert_axis!r} last, as tokens are ordered"
+            others = [a for a in dict.fromkeys(axes) if a != self.expert_axis]
+            refuse("token_axes", axes, rule, (*others, self.expert_axis))
         if self.shard_sequence is not None:
             _boolean("shard_sequence", self.shard_sequence)
 
@@ -266,11 +270,11 @@ class MoEConfig:
 
 def _dtype_name(field: str, value: Any) -> str:
     try:
-        name = jnp.dtype(value).name
+        name = value if value is None else jnp.dtype(value).name
     except TypeError:
-        name = str(value)
+        name = value
     _one_of(field, name, DTYPES[::-1])
-    return name
+    return str(name)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -26,7 +25,8 @@ from jax_ep.sharding import Axes
 
 Params = dict[str, Any]
 
-# Data-centre cards reach each other's memory inside one host, which XLA's one-shot ragged kernel needs; consumer cards do not.
+# Data-centre cards reach each other's memory inside one host, which XLA's one-shot ragged kernel needs; consumer cards
+# do not.
 _PEER_ACCESS = ("A100", "A800", "H100", "H200", "H800", "H20", "B100", "B200", "GB200", "B300", "GB300")
 _ONE_SHOT_RANKS = 8
 
@@ -41,7 +41,8 @@ def init_params(config: MoEConfig, key: jax.Array, ranks: int = 1) -> Params:
 
     Returns:
       {"router": {"kernel" [H, E], "bias" [E]?, "selection_bias" [E] float32?},
-       "experts": {"gate" [E', H, I]?, "up" [E', H, I], "down" [E', I, H], "gate_bias" [E', I]?, "up_bias" [E', I]?, "down_bias" [E', H]?},
+       "experts": {"gate" [E', H, I]?, "up" [E', H, I], "down" [E', I, H], "gate_bias" [E', I]?, "up_bias" [E', I]?,
+       "down_bias" [E', H]?},
        "shared": {...}?}, with E' the padded E.
     """
     router_key, expert_key, shared_key = jax.random.split(key, 3)
@@ -99,9 +100,12 @@ def moe(
 ) -> tuple[jax.Array, MoEStats]:
     """One mixture-of-experts layer, tokens and experts spread over `mesh`.
 
-    Works under jit, grad, jax.checkpoint and scan. What travels and the activations of the experts carry checkpoint names
-    (`jax_ep.CHECKPOINT_NAMES`): a policy that keeps them all adds no collective to the backward. Inside a shard_map whose manual axes
-    include the expert axis, x and the experts are this rank's own, and the stats are summed over the layer's token axes.
+    Works under jit, grad, jax.checkpoint and scan. What travels and the activations of the experts carry checkpoint
+    names
+    (`jax_ep.CHECKPOINT_NAMES`): a policy that keeps them all adds no collective to the backward. Inside a shard_map
+    whose manual axes
+    include the expert axis, x and the experts are this rank's own, and the stats are summed over the layer's token
+    axes.
 
     Args:
       params: as `init_params` gives them; experts may also be unpadded.
@@ -112,7 +116,8 @@ def moe(
       routing: experts and weights of x's leading shape + [K], computed elsewhere; the router is then not run.
 
     Returns:
-      y, x's shape in config.dtype, and MoEStats, global sums. Every path equals the dense one to rounding, unless capacity_factor is set.
+      y, x's shape in config.dtype, and MoEStats, global sums. Every path equals the dense one to rounding, unless
+      capacity_factor is set.
 
     Raises:
       ConfigError: shapes, axes or parameters that do not fit the config.
@@ -210,7 +215,9 @@ def _check(params: Params, x: jax.Array, config: MoEConfig, mask: jax.Array | No
 
 
 def _fit_experts(params: Params, config: MoEConfig, axes: Axes) -> Params:
-    """Experts padded to divide over the ranks. Layers made for this mesh hold them so already, and nothing is copied."""
+    """Experts padded to divide over the ranks. Layers made for this mesh hold them so already, and nothing is
+    copied.
+    """
     wanted = config.padded_experts(axes.ranks)
     have = params["experts"]["up"].shape[0]
     if have == wanted or (have >= config.num_experts and have % axes.ranks == 0):
@@ -241,8 +248,10 @@ class RouterBias(nnx.Variable):
 class MoELayer(nnx.Module):
     """`moe` with its parameters.
 
-    Parameters are nnx.Param attributes `router`, `experts` and `shared` (dicts, see `init_params`), created on their devices;
-    an untrained selection bias is a `RouterBias`. Where R does not divide E, the experts are stored padded with empty ones.
+    Parameters are nnx.Param attributes `router`, `experts` and `shared` (dicts, see `init_params`), created on their
+    devices;
+    an untrained selection bias is a `RouterBias`. Where R does not divide E, the experts are stored padded with empty
+    ones.
 
     Example:
       mesh = jax_ep.make_mesh(expert=8)

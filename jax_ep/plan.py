@@ -61,7 +61,9 @@ class Geometry:
 
     @property
     def max_rounds(self) -> int:
-        """Rounds that the worst routing takes: all assignments of all ranks for one rank (ragged), or one pair's (all_to_all)."""
+        """Rounds that the worst routing takes: all assignments of all ranks for one rank (ragged), or one pair's
+        (all_to_all).
+        """
         return -(-self.assignments // self.quota)
 
 
@@ -83,7 +85,8 @@ class Plan:
       position: [T, K] int32, the sorted position of each assignment (inverse of `order`).
       destination: [T, K] int32, the rank of each assignment's expert; R where it goes nowhere.
       counts: [R, L] int32, this rank's rows for each expert.
-      recv_counts: [R, L] int32, rows from each source for each expert of this rank; None until the dispatch on all_to_all.
+      recv_counts: [R, L] int32, rows from each source for each expert of this rank; None until the dispatch on
+        all_to_all.
       pair_counts: [R, R] int32, rows for each (source, destination); ragged layout only, else None.
       rounds: int32, rounds that every rank of this expert axis takes; None until the dispatch on all_to_all.
       rank: int32, this rank's index on the expert axis.
@@ -151,7 +154,9 @@ def start_plan(experts: jax.Array, geometry: Geometry, rank: jax.Array, axis_nam
 
 
 def finish_ragged(plan: Plan, all_counts: jax.Array) -> Plan:
-    """Adds what all_counts [R, R, L] (source, destination, expert) tells. Rounds: the fullest receiver's rows over C, at least 1."""
+    """Adds what all_counts [R, R, L] (source, destination, expert) tells. Rounds: the fullest receiver's rows over C,
+    at least 1.
+    """
     pairs = all_counts.sum(2)
     rounds = -(-pairs.sum(0).max() // plan.geometry.recv_rows)
     recv = jax.lax.dynamic_index_in_dim(all_counts, plan.rank, 1, keepdims=False)  # [R, L]

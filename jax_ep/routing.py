@@ -73,7 +73,8 @@ def _like(bias: jax.Array, logits: jax.Array) -> jax.Array:
 def route(logits: jax.Array, config: RouterConfig, *, selection_bias: jax.Array | None = None) -> Routing:
     """Chooses K experts a token and their weights. Ties go to the lower expert id.
 
-    Families (SEMANTICS: mixtral, olmoe, qwen2_moe, qwen3_moe, gpt_oss, granitemoe, deepseek_v2, deepseek_v3) differ only
+    Families (SEMANTICS: mixtral, olmoe, qwen2_moe, qwen3_moe, gpt_oss, granitemoe, deepseek_v2, deepseek_v3) differ
+    only
     in `config`. Experts of groups that were not chosen cannot be chosen, however negative the scores are.
 
     Args:
@@ -96,7 +97,7 @@ def route(logits: jax.Array, config: RouterConfig, *, selection_bias: jax.Array 
     logits = logits.astype(jnp.float32)
     if config.score_function == "sigmoid":
         scores = jax.nn.sigmoid(logits)
-        probs = scores / (scores.sum(-1, keepdims=True) + 1e-20)
+        probs = _normalized(scores, 1e-20)
     else:
         scores = probs = jax.nn.softmax(logits, axis=-1)
 
@@ -111,10 +112,18 @@ def route(logits: jax.Array, config: RouterConfig, *, selection_bias: jax.Array 
         experts = jax.lax.top_k(choice, config.top_k)[1]  # [..., K]
         weights = jnp.take_along_axis(scores, experts, axis=-1)  # [..., K]
         if config.normalize_weights:
-            floor = 1e-20 if config.score_function == "sigmoid" else 0.0
-            weights = weights / (weights.sum(-1, keepdims=True) + floor)
+            weights = _normalized(weights, 1e-20 if config.score_function == "sigmoid" else 0.0)
     weights = weights * config.scale
     return Routing(experts.astype(jnp.int32), weights, probs, jax.nn.logsumexp(logits, axis=-1))
+
+
+def _normalized(scores: jax.Array, floor: float) -> jax.Array:
+    """scores / (their sum + floor), brought near 1 first: the derivative of a quotient squares its denominator, which
+    may be 1e-20.
+    """
+    size = jax.lax.stop_gradient(scores.sum(-1, keepdims=True) + floor)
+    scaled = scores / size
+    return scaled / (scaled.sum(-1, keepdims=True) + floor / size)
 
 
 def _mask_groups(choice: jax.Array, config: RouterConfig) -> jax.Array:

@@ -35,10 +35,12 @@ def make_mesh(expert: int, data: int = 1, devices: Sequence[Any] | None = None) 
     have = list(jax.devices() if devices is None else devices)
     need = data * expert
     if need > len(have) or (devices is not None and need != len(have)):
+        fits = data <= len(have) if devices is None else len(have) % data == 0
+        works = f"expert={len(have) // data}, data={data}" if fits else f"expert={len(have)}, data=1"
+        simulate = f" (XLA_FLAGS=--xla_force_host_platform_device_count={need} simulates them on a CPU)"
         raise ConfigError(
             f"expert={expert!r}, data={data!r}: the mesh needs {need} devices and {len(have)} are "
-            f"{'there' if devices is None else 'given'}; expert={max(1, len(have) // data)!r} works"
-            " (XLA_FLAGS=--xla_force_host_platform_device_count=8 simulates eight on a CPU)"
+            f"{'there' if devices is None else 'given'}; {works} works{simulate if devices is None else ''}"
         )
     grid = np.array(have[:need]).reshape(data, expert)
     return Mesh(grid, ("data", "expert"), axis_types=(AxisType.Auto, AxisType.Auto))
@@ -80,12 +82,7 @@ def layer_axes(config: MoEConfig, mesh: Mesh | AbstractMesh | None) -> Axes:
     sizes = dict(mesh.shape)
     if config.expert_axis not in sizes:
         rule = f"the mesh has no such axis; its axes are {tuple(sizes)}"
-        refuse("expert_axis", config.expert_axis, rule, next(iter(sizes), "expert"))
-    # Order matters: it is the order of tokens. The expert axis comes innermost (SEMANTICS: data, expert, position).
-    if config.token_axes[-1] != config.expert_axis:
-        rule = f"expert_axis={config.expert_axis!r} must come last, since token order is (outer, expert, position)"
-        works = tuple(a for a in config.token_axes if a != config.expert_axis) + (config.expert_axis,)
-        refuse("token_axes", config.token_axes, rule, works)
+        refuse("expert_axis", config.expert_axis, rule, ("expert", *sizes)[-1])
     outer = tuple(a for a in config.token_axes if a in sizes and a != config.expert_axis)
     return Axes(config.expert_axis, outer, sizes[config.expert_axis], math.prod(sizes[a] for a in outer))
 
@@ -95,12 +92,17 @@ def param_specs(config: MoEConfig, params: Any) -> Any:
 
     The dense path reads every expert everywhere, so there nothing is split.
     """
-    expert = P() if config.comm.mode == "dense" else P(config.expert_axis)
-    return {name: jax.tree.map(lambda _: expert if name == "experts" else P(), sub) for name, sub in params.items()}
+    whole = P()
+    expert = whole if config.comm.mode == "dense" else P(config.expert_axis)
+    return {n: jax.tree.map(lambda _: whole, sub) for n, sub in params.items()} | {
+        "experts": jax.tree.map(lambda _: expert, params["experts"])
+    }
 
 
 def token_spec(config: MoEConfig, axes: Axes, x: jax.Array) -> P | None:
-    """How x [T, H] or [B, S, H] is split: the spec of its leading dimensions, None where it has to be flattened and padded."""
+    """How x [T, H] or [B, S, H] is split: the spec of its leading dimensions, None where it has to be flattened and
+    padded.
+    """
     size = axes.ranks * axes.replicas
     if x.ndim == 2:
         return P(axes.tokens) if x.shape[0] % size == 0 else None
@@ -117,7 +119,9 @@ def token_spec(config: MoEConfig, axes: Axes, x: jax.Array) -> P | None:
 
 
 def _visible_axes(x: jax.Array) -> list[tuple[str, ...]]:
-    """Mesh axes of each dimension of a concrete array or an Explicit-axes tracer; none where they cannot be seen (Auto axes in jit)."""
+    """Mesh axes of each dimension of a concrete array or an Explicit-axes tracer; none where they cannot be seen
+    (Auto axes in jit).
+    """
     at = jax.typeof(x).sharding if isinstance(x, jax.core.Tracer) else getattr(x, "sharding", None)
     entries = list(at.spec) if isinstance(at, NamedSharding) else []
     entries += [None] * (x.ndim - len(entries))
@@ -131,7 +135,9 @@ def explicit_axes(mesh: Mesh | AbstractMesh, besides: set[str] | None = None) ->
 
 
 def place(tree: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:
-    """Moves arrays to `specs` where the mesh has Explicit axes, which shard_map insists on; elsewhere changes nothing."""
+    """Moves arrays to `specs` where the mesh has Explicit axes, which shard_map insists on; elsewhere changes
+    nothing.
+    """
     if not explicit_axes(mesh):
         return tree
     return jax.tree.map(lambda a, spec: jax.sharding.reshard(a, NamedSharding(mesh, spec)), tree, specs)

@@ -51,8 +51,8 @@ REFUSALS = [
         for bad in (1, None, "yes")
     ],
     (RouterConfig, "score_function", "sigmoid", {"top_k": 2, "softmax_after_top_k": True}, "softmax of the chosen"),
-    (RouterConfig, "num_groups", 4, {"top_k": 2, "softmax_after_top_k": True}, "chooses by logit alone"),
-    (RouterConfig, "selection_bias", True, {"top_k": 2, "softmax_after_top_k": True}, "chooses by logit alone"),
+    (RouterConfig, "softmax_after_top_k", True, {"top_k": 2, "num_groups": 4}, "excludes num_groups=4"),
+    (RouterConfig, "softmax_after_top_k", True, {"top_k": 2, "selection_bias": True}, "excludes selection_bias=True"),
     (CommConfig, "mode", "sparse", {}, "must be one of dense, allgather, padded, packed"),
     (CommConfig, "mode", None, {}, "must be one of"),
     (CommConfig, "transport", "nccl", {}, "must be one of auto, ragged, all_to_all, all_gather"),
@@ -105,10 +105,10 @@ REFUSALS = [
         for bad in ("float64", "int32", "half precision")
     ],
     *[
-        (layer, "token_axes", bad, {}, "name each axis once and include expert_axis='expert'")
-        for bad in ((), ("data",), ("data", "expert", "data"), ("expert", "expert"))
+        (layer, "token_axes", bad, {}, "name each axis once and expert_axis='expert' last")
+        for bad in ((), ("data",), ("data", "expert", "data"), ("expert", "expert"), ("expert", "data"))
     ],
-    (layer, "token_axes", ("data", "expert"), {"expert_axis": "ep"}, "include expert_axis='ep'"),
+    (layer, "token_axes", ("data", "expert"), {"expert_axis": "ep"}, "expert_axis='ep' last"),
     *[(layer, "shard_sequence", bad, {}, "must be True or False") for bad in (0, "batch")],
     *[
         (workload, field, bad, {}, "must be an integer of at least 1")
@@ -117,13 +117,19 @@ REFUSALS = [
     ],
     (workload, "warmup", -1, {}, "must be an integer of at least 0"),
     # The value offered has to fit the other fields as they are.
-    (RouterConfig, "num_groups", 4, {"top_k": 2, "softmax_after_top_k": True, "top_k_groups": 2}, "by logit alone"),
+    (
+        RouterConfig,
+        "softmax_after_top_k",
+        True,
+        {"top_k": 2, "num_groups": 4, "top_k_groups": 2},
+        "excludes num_groups=4",
+    ),
     (CommConfig, "transport", "nccl", {"mode": "padded"}, "must be one of"),
-    (CommConfig, "capacity_factor", -1.0, {"mode": "dense"}, "above 0"),
+    (CommConfig, "capacity_factor", -1.0, {"mode": "dense"}, "drops nothing"),
     (routed, "top_k", 9, {"num_groups": 8}, "cannot exceed num_experts=8"),
     (routed, "num_groups", 3, {"top_k_groups": 2}, "must divide num_experts=8"),
     (layer, "shared_intermediate_size", 0, {}, ""),
-    (layer, "token_axes", ("expert",), {"expert_axis": "data"}, "include expert_axis='data'"),
+    (layer, "token_axes", ("expert",), {"expert_axis": "data"}, "expert_axis='data' last"),
     *[(layer, field, None, {}, "must be one of") for field in ("dtype", "param_dtype")],
 ]
 

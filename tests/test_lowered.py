@@ -1,4 +1,6 @@
-"""What the layer asks of a machine, read off programs lowered for CUDA on this one: collectives, loops, calls to the host."""
+"""What the layer asks of a machine, read off programs lowered for CUDA on this one: collectives, loops, calls to the
+host.
+"""
 
 import functools
 

@@ -1,8 +1,11 @@
 """Every path equals the dense one: path x transport x mesh x rounds x shape x routing, values and gradients.
 
-Cells: every (path, mesh, recv_rows_factor) there is, and for each of them a (shape, source) chosen greedily so that every pair of
-options of different kinds that can meet does (`test_every_pair_of_options_meets` checks that). A cell is one compiled program; the
-routing is an input of it, through a router bias and a mask ("router": the router's own gradient is checked too) or as a Routing
+Cells: every (path, mesh, recv_rows_factor) there is, and for each of them a (shape, source) chosen greedily so that
+  every pair of
+options of different kinds that can meet does (`test_every_pair_of_options_meets` checks that). A cell is one compiled
+program; the
+routing is an input of it, through a router bias and a mask ("router": the router's own gradient is checked too) or as
+a Routing
 ("forced": also several choices of one token for the same expert). All routings run through every cell.
 """
 
@@ -27,7 +30,9 @@ ROUTINGS = ("even", "zipf", "one_expert", "silent_rank", "idle_rank", "one_pair"
 
 
 def cells():
-    """(path, mesh, factor, shape, source), see above. On one rank the three transports are one program; one stands for all."""
+    """(path, mesh, factor, shape, source), see above. On one rank the three transports are one program; one stands
+    for all.
+    """
     fixed = []
     for path, mesh in itertools.product(PATHS, MESHES):
         alone = mesh == (1, 1)
@@ -56,7 +61,9 @@ def pairs(cell):
 
 
 def possible_pairs(fixed):
-    """Pairs of options that can meet: those of the fixed part that exist, and everything with every shape and source."""
+    """Pairs of options that can meet: those of the fixed part that exist, and everything with every shape and
+    source.
+    """
     options = [*({c[i] for c in fixed} for i in range(3)), set(SHAPES), set(SOURCES)]
     free = [
         ((i, a), (j, b))
@@ -77,7 +84,7 @@ def test_every_pair_of_options_meets():
     options = [PATHS, MESHES, FACTORS, tuple(SHAPES), SOURCES]
     for (i, some), (j, others) in itertools.combinations(enumerate(options), 2):
         for a, b in itertools.product(some, others):
-            one_rank = (1, 1) in (a, b) and (b == (1, 1) and a in PATHS[3:] or (j == 2 and b != 2.0))
+            one_rank = (1, 1) in (a, b) and ((b == (1, 1) and a in PATHS[3:]) or (j == 2 and b != 2.0))
             not_packed = i == 0 and j == 2 and not a.startswith("packed") and b != 2.0
             assert one_rank or not_packed or ((i, a), (j, b)) in met, (a, b)
 
@@ -93,7 +100,7 @@ def config(path, factor, shape):
 
 @functools.cache
 def inputs(shape):
-    tokens, experts, _ = SHAPES[shape]
+    tokens = SHAPES[shape][0]
     keys = jax.random.split(jax.random.key(7), 4)
     params = init_params(config("dense", 2.0, shape), keys[0])
     x = jax.random.normal(keys[1], (tokens, H))
@@ -102,7 +109,9 @@ def inputs(shape):
 
 @functools.cache
 def routing(shape, source, name, ranks):
-    """(bias [E], mask [T], Routing | None): `ranks` says which tokens and experts are one rank's, as 8 ranks would be split."""
+    """(bias [E], mask [T], Routing | None): `ranks` says which tokens and experts are one rank's, as 8 ranks would be
+    split.
+    """
     tokens, experts, top_k = SHAPES[shape]
     rng = np.random.default_rng(ROUTINGS.index(name))
     token_rank = np.arange(tokens) * ranks // max(tokens, ranks)
@@ -161,7 +170,9 @@ def dense(shape, source, name, ranks):
 
 
 def assert_close(got, want, tol, what):
-    """|a - b| <= tol * max|b|, with a floor for what is truly zero (K=1: the gradient of a renormalised single weight)."""
+    """|a - b| <= tol * max|b|, with a floor for what is truly zero (K=1: the gradient of a renormalised single
+    weight).
+    """
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     assert np.isfinite(got).all(), what
     error, scale = np.abs(got - want).max(initial=0), max(np.abs(want).max(initial=0), 1e-2)

@@ -174,7 +174,9 @@ def test_header_rides_in_the_same_collective(width, dtype, integers):
 
 @pytest.mark.parametrize("transport", ["ragged", "all_to_all", "all_gather"])
 def test_exchange_and_its_transpose(transport):
-    """Rows of two parts arrive where a loop puts them, rows nobody sent are zeros, and the cotangents go home the same way."""
+    """Rows of two parts arrive where a loop puts them, rows nobody sent are zeros, and the cotangents go home the
+    same way.
+    """
     ranks, tokens, top_k, experts, width = 4, 6, 2, 8, 3
     g = Geometry(tokens, top_k, experts, ranks, quota=2, transport=transport)
 

@@ -14,7 +14,9 @@ from jax_ep.plan import Plan
 
 
 def dispatch(x: jax.Array, experts: jax.Array, weights: jax.Array, plan: Plan) -> Dispatched:
-    """x [T, H], experts and weights [T, K] -> all ranks' tokens [R * T, H] with the assignments to this rank's experts."""
+    """x [T, H], experts and weights [T, K] -> all ranks' tokens [R * T, H] with the assignments to this rank's
+    experts.
+    """
     g, axis = plan.geometry, plan.axis_name
     everyone = checkpoint_name(jax.lax.all_gather(x, axis, tiled=True), "moe_dispatched")  # [R * T, H]
     ids = checkpoint_name(jax.lax.all_gather(experts, axis, tiled=True), "moe_counts")  # [R * T, K]

@@ -1,4 +1,5 @@
-"""Packed: exactly the rows that must travel, one message a destination rank; more rounds when the buffer does not hold them.
+"""Packed: exactly the rows that must travel, one message a destination rank; more rounds when the buffer does not
+hold them.
 
 Letters: T tokens, K top_k, H hidden, R ranks, C receive rows, n home rows.
 """
@@ -38,7 +39,8 @@ def extra_rounds(x: jax.Array, weights: jax.Array, params: Any, plan: Plan, expe
     """What rounds 2.. add to the sums [T, H], float32; None where no routing can need them.
 
     A loop whose trip count every rank knows. Nothing of a round is kept: its backward sends the rows again, with their
-    cotangents and weights beside them in one exchange, recomputes, and brings the gradients of rows and weights home in another.
+    cotangents and weights beside them in one exchange, recomputes, and brings the gradients of rows and weights home
+    in another.
     """
     if plan.geometry.max_rounds == 1:
         return None

@@ -27,7 +27,9 @@ def _home(plan: Plan) -> Home:
 
 
 def dispatch(x: jax.Array, experts: jax.Array, plan: Plan) -> Dispatched:
-    """x [T, H] -> chunks [R * N, H] from all ranks; the expert of each row travels beside it, L where the row is empty."""
+    """x [T, H] -> chunks [R * N, H] from all ranks; the expert of each row travels beside it, L where the row is
+    empty.
+    """
     g, home = plan.geometry, _home(plan)
     # The mask and the expert are one integer.
     local = jnp.where(

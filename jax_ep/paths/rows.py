@@ -1,4 +1,5 @@
-"""Rows between token order and a home buffer, forward and backward by gathers alone, so that no order of adding is left to chance.
+"""Rows between token order and a home buffer, forward and backward by gathers alone, so that no order of adding is
+left to chance.
 
 Letters: T tokens, K top_k, H hidden, N = T*K assignments, n home rows.
 """
@@ -39,7 +40,9 @@ spread.defvjp(_spread_forward, _spread_backward)
 
 @jax.custom_vjp
 def collect(rows: jax.Array, weights: jax.Array, home: Home) -> jax.Array:
-    """rows [n, H], weights [T, K] -> [T, H] float32: the weighted sum of each token's rows, those that stand in the buffer."""
+    """rows [n, H], weights [T, K] -> [T, H] float32: the weighted sum of each token's rows, those that stand in the
+    buffer.
+    """
     total = jnp.zeros((home.slot.shape[0], rows.shape[1]), jnp.float32)
     for k in range(home.slot.shape[1]):
         total += weights[:, k, None] * _take(rows, home.slot[:, k]).astype(jnp.float32)  # [T, H]

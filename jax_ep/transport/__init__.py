@@ -24,7 +24,9 @@ __all__ = ["Part", "exchange", "ragged_all_to_all", "share_counts"]
 
 
 def share_counts(plan: Plan) -> Plan:
-    """On the ragged layout, the one control collective: an all_gather of E int32 a rank. Elsewhere nothing; the dispatch tells."""
+    """On the ragged layout, the one control collective: an all_gather of E int32 a rank. Elsewhere nothing; the
+    dispatch tells.
+    """
     if not plan.geometry.ragged:
         return plan
     gathered = jax.lax.all_gather(plan.counts, plan.axis_name)  # [R, R, L]
@@ -42,15 +44,16 @@ def exchange(
     """Moves the plan's rows of all parts to their experts' ranks, or back, in one collective.
 
     Inside shard_map over plan.axis_name. Home buffers are [home rows, width], laid out as `plan.home` says; away
-    buffers [C, width], as `plan.away` says. Rows that nobody sent are zeros. The transpose is the exchange turned round.
+    buffers [C, width], as `plan.away` says. Rows that nobody sent are zeros. The transpose is the exchange turned
+    round.
 
     Args:
       parts: what travels; all home buffers, or with reverse=True all away buffers.
       plan: from `make_plan`.
       reverse: bring rows back.
       step: the round.
-      with_counts: on the all_to_all transport, carry this rank's counts in header rows; the plan comes back completed with the
-        others'. Dispatches of a new plan want that. On the ragged layout the counts are known already.
+      with_counts: on the all_to_all transport, carry this rank's counts in header rows, so that the plan comes back
+        completed with the others'. The first dispatch of a plan wants that; the ragged layout knows its counts already.
 
     Returns:
       The parts on the other side, and the plan.

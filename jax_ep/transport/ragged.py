@@ -16,7 +16,9 @@ from jax_ep.transport.all_gather import emulated_ragged_all_to_all
 
 
 def native_or_emulated(operand: jax.Array, output: jax.Array, *slices: jax.Array, axis_name: str) -> jax.Array:
-    """XLA's ragged-all-to-all; on CPU, which has none, the emulation. Chosen where the program is lowered, not where it is traced."""
+    """XLA's ragged-all-to-all; on CPU, which has none, the emulation. Chosen where the program is lowered, not where
+    it is traced.
+    """
     emulated = functools.partial(emulated_ragged_all_to_all, axis_name=axis_name)
     native = functools.partial(jax.lax.ragged_all_to_all, axis_name=axis_name)
     return jax.lax.platform_dependent(operand, output, *slices, cpu=emulated, default=native)
@@ -80,7 +82,9 @@ def _forward(axis_name: str, operand: jax.Array, output: jax.Array, *slices: jax
 
 
 def _backward(axis_name: str, saved: Any, cotangent: jax.Array) -> Any:
-    """The rows go back: each rank learns, in one small all_to_all, where its peers took and put the slices it received."""
+    """The rows go back: each rank learns, in one small all_to_all, where its peers took and put the slices it
+    received.
+    """
     like, (input_offsets, send_sizes, output_offsets, recv_sizes) = saved
     ranks = jax.lax.axis_size(axis_name)
     told = jnp.stack([input_offsets, output_offsets], 1).reshape(ranks, -1, 2)  # [R, u, 2]
