@@ -9,12 +9,18 @@ from collections.abc import Callable
 DEVICES = 8
 
 
-def _with_device_count(flags: str, count: int) -> str:
-    kept = re.sub(r"--xla_force_host_platform_device_count=\d+", "", flags)
-    return f"{kept} --xla_force_host_platform_device_count={count}".strip()
+def _test_flags(flags: str) -> str:
+    """The caller's flags, with our number of devices; and the code generator's optimisations off unless they say otherwise.
+
+    Programs here are small and many, so that nearly all of the time is compilation, which that halves.
+    """
+    flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", flags)
+    if "xla_backend_optimization_level" not in flags:
+        flags += " --xla_backend_optimization_level=0"
+    return f"{flags} --xla_force_host_platform_device_count={DEVICES}".strip()
 
 
-os.environ["XLA_FLAGS"] = _with_device_count(os.environ.get("XLA_FLAGS", ""), DEVICES)
+os.environ["XLA_FLAGS"] = _test_flags(os.environ.get("XLA_FLAGS", ""))
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax  # noqa: E402  (reads the environment)
