@@ -7,10 +7,11 @@
 #   make lint                           ruff and mypy
 #   make clean                          removes the environment
 #
-# PYTHON picks the interpreter a new environment is made with, VENV its folder.
+# PYTHON picks the interpreter a new environment is made with, VENV its folder, JOBS the processes that tests run in.
 
 PYTHON ?= python3
 VENV ?= .venv
+JOBS ?= 2
 ARGS ?=
 
 RUN := $(VENV)/bin/python
@@ -22,7 +23,7 @@ compare: $(VENV)/.installed-plot
 	$(RUN) scripts/compare.py $(ARGS)
 
 test: $(VENV)/.installed-test
-	$(RUN) -m pytest $(ARGS)
+	$(RUN) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
 
 bench: $(VENV)/.installed-plot
 	$(RUN) scripts/bench_grouped.py $(ARGS)

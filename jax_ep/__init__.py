@@ -1,6 +1,6 @@
 """Mixture-of-experts layers for JAX and Flax, experts spread over devices with explicit packed exchanges."""
 
-from jax_ep.config import CommConfig, ConfigError, MoEConfig, OverlapConfig, RouterConfig, WorkloadConfig
+from jax_ep.config import CommConfig, ConfigError, ModelConfig, MoEConfig, OverlapConfig, RouterConfig, WorkloadConfig
 from jax_ep.grouped import grouped_matmul
 from jax_ep.layer import MoELayer, init_params, moe, param_shardings
 from jax_ep.ledger import byte_ledger
@@ -19,6 +19,7 @@ __all__ = [
     "MoEConfig",
     "MoELayer",
     "MoEStats",
+    "ModelConfig",
     "OverlapConfig",
     "Part",
     "Plan",

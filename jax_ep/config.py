@@ -278,6 +278,38 @@ def _dtype_name(field: str, value: Any) -> str:
 
 
 @dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """The shape of a decoder whose feed-forward layers are all `moe`. The decoder itself is not built yet.
+
+    Attributes:
+      vocab_size, num_layers: of the whole model.
+      num_heads, num_kv_heads, head_dim: of attention; num_kv_heads divides num_heads.
+      moe: every layer's MoEConfig; its hidden_size is the model's.
+      overlap_moe_expert_parallel_comm: two-microbatch overlap; refused until it is built.
+    """
+
+    vocab_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    moe: MoEConfig
+    overlap_moe_expert_parallel_comm: bool = False
+
+    def __post_init__(self) -> None:
+        works = {"vocab_size": 32000, "num_layers": 4, "num_heads": 8, "num_kv_heads": 8, "head_dim": 64}
+        for field, value in works.items():
+            _positive_int(field, getattr(self, field), value)
+        if self.num_heads % self.num_kv_heads:
+            refuse("num_kv_heads", self.num_kv_heads, f"must divide num_heads={self.num_heads}", 1)
+        if not isinstance(self.moe, MoEConfig):
+            refuse("moe", self.moe, "must be a MoEConfig", MoEConfig(512, 1024, 8, RouterConfig(2)))
+        if self.overlap_moe_expert_parallel_comm is not False:
+            field = "overlap_moe_expert_parallel_comm"
+            refuse(field, self.overlap_moe_expert_parallel_comm, "is not built yet", False)
+
+
+@dataclasses.dataclass(frozen=True)
 class WorkloadConfig:
     """A named benchmark workload: one layer on a batch, and how it is measured.
 

@@ -93,7 +93,8 @@ def byte_ledger(
         told = replicas * ranks * (ranks - 1) * config.num_experts * _INT
         forward = {**forward, "control": forward["control"] + told, "wire": forward["wire"] + told}
 
-    rows = pairs.sum((0, 1))
+    # Dense runs every expert on every token, wherever the router sends it.
+    rows = np.full(ranks, replicas * t * config.num_experts) if mode == "dense" else pairs.sum((0, 1))
     unit = 2 * total * h * element
     return {
         "forward": forward,

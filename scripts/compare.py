@@ -286,7 +286,11 @@ class Bench:
             counts = np.clip(capacity - ahead, 0, counts)  # [D, R, E]
         share = -(-self.states.shape[0] // self.mesh.size)
         return byte_ledger(
-            program.config, counts, tokens_per_rank=share, transport=resolve_transport(program.config, self.mesh)
+            program.config,
+            counts,
+            tokens_per_rank=share,
+            total_tokens=self.states.shape[0],
+            transport=resolve_transport(program.config, self.mesh),
         )
 
     def _describe(self, program: Program, timing: Timing, ledger: dict[str, Any], dense: Program) -> dict[str, Any]:

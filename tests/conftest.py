@@ -10,7 +10,7 @@ DEVICES = 8
 
 
 def _test_flags(flags: str) -> str:
-    """The caller's flags, with our number of devices; and the code generator's optimisations off unless they say otherwise.
+    """The caller's flags with our number of devices; and without the code generator's optimisations, unless they say.
 
     Programs here are small and many, so that nearly all of the time is compilation, which that halves.
     """

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_ep import CommConfig, ConfigError, MoEConfig, OverlapConfig, RouterConfig, WorkloadConfig
+from jax_ep import CommConfig, ConfigError, ModelConfig, MoEConfig, OverlapConfig, RouterConfig, WorkloadConfig
 
 ROUTER = RouterConfig(top_k=2)
 LAYER = {"hidden_size": 16, "intermediate_size": 8, "num_experts": 8, "router": ROUTER}
@@ -24,6 +24,11 @@ def routed(field, value, **others):
     """A layer in which one field of the router has `value`."""
     router = {"top_k": 2, **{n: v for n, v in others.items() if n not in LAYER}, field: value}
     return layer(router=RouterConfig(**router), **{n: v for n, v in others.items() if n in LAYER})
+
+
+def model(**changes):
+    sizes = {"vocab_size": 32, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2, "head_dim": 8, "moe": layer()}
+    return ModelConfig(**{**sizes, **changes})
 
 
 def workload(**changes):
@@ -76,6 +81,14 @@ REFUSALS = [
     (CommConfig, "wire_dtype", "int8", {}, "not built yet"),
     (CommConfig, "messages", "expert", {}, "not built yet"),
     (OverlapConfig, "delay_wgrad_compute", True, {}, "not built yet"),
+    *[
+        (model, field, bad, {}, "must be an integer of at least 1")
+        for field in ("vocab_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
+        for bad in (0, 1.5)
+    ],
+    (model, "num_kv_heads", 3, {}, "must divide num_heads=4"),
+    (model, "moe", ROUTER, {}, "must be a MoEConfig"),
+    (model, "overlap_moe_expert_parallel_comm", True, {}, "not built yet"),
     (OverlapConfig, "moe_shared_expert_overlap", True, {}, "not built yet"),
     *[
         (layer, field, bad, {}, "must be an integer of at least 1")
@@ -205,7 +218,7 @@ def test_token_axes_become_a_tuple():
     hash(layer(token_axes=["data", "expert"]))
 
 
-@pytest.mark.parametrize("config", [ROUTER, CommConfig(), OverlapConfig(), layer(), workload()], ids=lambda c: type(c))
+@pytest.mark.parametrize("config", [ROUTER, CommConfig(), OverlapConfig(), layer(), model(), workload()], ids=lambda c: type(c))
 def test_configs_are_frozen_hashable_and_validated_again_by_replace(config):
     field = dataclasses.fields(config)[0].name
     with pytest.raises(dataclasses.FrozenInstanceError):

@@ -1,4 +1,4 @@
-"""Dense: every expert on every token. No dispatch, no plan: the oracle.
+"""Dense: every expert on every token. No dispatch, no plan: the oracle, and the baseline of benchmarks.
 
 Letters: T tokens, K top_k, E experts, H hidden, I intermediate.
 """
@@ -21,20 +21,22 @@ def combine_matrix(experts: jax.Array, weights: jax.Array, num_experts: int) -> 
 
 
 def run(x: jax.Array, experts: jax.Array, weights: jax.Array, params: Any, config: MoEConfig) -> jax.Array:
-    """x [T, H] -> [T, H] float32: act(x W_gate, x W_up) W_down for all experts, weighted by the [T, E] matrix."""
-    p = {name: w.astype(config.dtype) for name, w in params.items()}
-    matrix = combine_matrix(experts, weights, p["up"].shape[0])  # [T, E]
+    """x [T, H] -> [T, H] float32: the experts' outputs, weighted by the [T, E] matrix.
 
-    def product(name: str) -> jax.Array | None:
-        if name not in p:
-            return None
-        out = jnp.einsum("th,ehi->tei", x, p[name])
-        return out + p[f"{name}_bias"][None] if f"{name}_bias" in p else out
+    One expert after the other: on CPU products over all experts at once transpose the weights first, and take longer.
+    """
+    matrices = {name: w.astype(config.dtype) for name, w in params.items()}
+    by_expert = combine_matrix(experts, weights, matrices["up"].shape[0]).T  # [E, T]
+    activation = activation_fn(config.activation)
 
-    up = product("up")
-    assert up is not None
-    hidden = activation_fn(config.activation)(product("gate"), up)  # [T, E, I]
-    y = jnp.einsum("tei,eih->teh", hidden, p["down"])
-    if "down_bias" in p:
-        y += p["down_bias"][None]
-    return jnp.einsum("teh,te->th", y.astype(jnp.float32), matrix, precision=jax.lax.Precision.HIGHEST)
+    def one(y: jax.Array, expert: tuple[dict[str, jax.Array], jax.Array]) -> tuple[jax.Array, None]:
+        p, weight = expert
+
+        def product(rows: jax.Array, name: str) -> jax.Array:
+            out = rows @ p[name]
+            return out + p[f"{name}_bias"][None] if f"{name}_bias" in p else out
+
+        hidden = activation(product(x, "gate") if "gate" in p else None, product(x, "up"))  # [T, I]
+        return y + weight[:, None] * product(hidden, "down").astype(jnp.float32), None
+
+    return jax.lax.scan(one, jnp.zeros(x.shape, jnp.float32), (matrices, by_expert))[0]
