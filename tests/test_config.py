@@ -218,7 +218,10 @@ def test_token_axes_become_a_tuple():
     hash(layer(token_axes=["data", "expert"]))
 
 
-@pytest.mark.parametrize("config", [ROUTER, CommConfig(), OverlapConfig(), layer(), model(), workload()], ids=lambda c: type(c))
+CONFIGS = [ROUTER, CommConfig(), OverlapConfig(), layer(), model(), workload()]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: type(c).__name__)
 def test_configs_are_frozen_hashable_and_validated_again_by_replace(config):
     field = dataclasses.fields(config)[0].name
     with pytest.raises(dataclasses.FrozenInstanceError):
