@@ -176,8 +176,7 @@ class MoEConfig:
       param_dtype: of the parameters.
       expert_axis: mesh axis that the experts are spread over.
       token_axes: mesh axes that the tokens are spread over, outermost first, expert_axis last. Those that the mesh
-        lacks count
-        as size 1.
+        lacks count as size 1.
       shard_sequence: how x [B, S, H] lies on the mesh. True: batch over token_axes without expert_axis,
         sequence over expert_axis. False: batch over all token_axes. None: as x's own sharding says where it
         is visible (concrete arrays, Explicit axes), else sequence where it divides, else batch.

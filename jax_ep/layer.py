@@ -101,11 +101,9 @@ def moe(
     """One mixture-of-experts layer, tokens and experts spread over `mesh`.
 
     Works under jit, grad, jax.checkpoint and scan. What travels and the activations of the experts carry checkpoint
-    names
-    (`jax_ep.CHECKPOINT_NAMES`): a policy that keeps them all adds no collective to the backward. Inside a shard_map
-    whose manual axes
-    include the expert axis, x and the experts are this rank's own, and the stats are summed over the layer's token
-    axes.
+    names (`jax_ep.CHECKPOINT_NAMES`): a policy that keeps them all adds no collective to the backward. Inside a
+    shard_map whose manual axes include the expert axis, x and the experts are this rank's own, and the stats are
+    summed over the layer's token axes.
 
     Args:
       params: as `init_params` gives them; experts may also be unpadded.
@@ -122,14 +120,15 @@ def moe(
     Raises:
       ConfigError: shapes, axes or parameters that do not fit the config.
     """
-    mesh = sharding.ambient_mesh() if mesh is None else mesh
+    ambient = sharding.ambient_mesh()
+    mesh = ambient if mesh is None else mesh
     axes = sharding.layer_axes(config, mesh)
     _check(params, x, config, token_mask, routing)
     shape, tokens = x.shape, math.prod(x.shape[:-1])
     if not tokens:
         return x.astype(config.dtype), no_stats(config.num_experts)
     transport = resolve_transport(config, mesh)
-    manual = set(getattr(mesh, "manual_axes", ()))
+    manual = set() if ambient is None else set(ambient.manual_axes)
     if mesh is None or axes.expert in manual:
         axes = axes._replace(outer=tuple(a for a in axes.outer if a in manual))
         return _alone(params, x, token_mask, routing, config, axes, transport, tokens * axes.ranks)
@@ -249,9 +248,8 @@ class MoELayer(nnx.Module):
     """`moe` with its parameters.
 
     Parameters are nnx.Param attributes `router`, `experts` and `shared` (dicts, see `init_params`), created on their
-    devices;
-    an untrained selection bias is a `RouterBias`. Where R does not divide E, the experts are stored padded with empty
-    ones.
+    devices; an untrained selection bias is a `RouterBias`. Where R does not divide E, the experts are stored padded
+    with empty ones.
 
     Example:
       mesh = jax_ep.make_mesh(expert=8)

@@ -1,8 +1,8 @@
 """One rank's layer: route, plan, dispatch, experts, combine, and its share of the statistics. Runs inside shard_map,
 or alone.
 
-Letters: t tokens here, b, s batch and sequence here, K top_k, E experts, H hidden, C receive rows, I intermediate, R
-  ranks.
+Letters: t tokens here, b, s batch and sequence here, K top_k, E experts, H hidden, C receive rows, I intermediate,
+R ranks.
 """
 
 from __future__ import annotations

@@ -73,9 +73,8 @@ def _like(bias: jax.Array, logits: jax.Array) -> jax.Array:
 def route(logits: jax.Array, config: RouterConfig, *, selection_bias: jax.Array | None = None) -> Routing:
     """Chooses K experts a token and their weights. Ties go to the lower expert id.
 
-    Families (SEMANTICS: mixtral, olmoe, qwen2_moe, qwen3_moe, gpt_oss, granitemoe, deepseek_v2, deepseek_v3) differ
-    only
-    in `config`. Experts of groups that were not chosen cannot be chosen, however negative the scores are.
+    Families (mixtral, olmoe, qwen2_moe, qwen3_moe, gpt_oss, granitemoe, deepseek_v2, deepseek_v3) differ only in
+    `config`. Experts of groups that were not chosen cannot be chosen, however negative the scores are.
 
     Args:
       logits: [..., E], any float dtype; everything is computed in float32.

@@ -218,7 +218,7 @@ def test_inside_a_shard_map_of_ones_own():
         return jax_ep.combine(rows, there, routing, cfg)
 
     specs = {"router": {"kernel": P()}, "experts": {n: P("expert") for n in ("gate", "up", "down")}}
-    for body in (stages, lambda p, x: moe(p, x, cfg)[0]):
+    for body in (stages, lambda p, x: moe(p, x, cfg)[0], lambda p, x: moe(p, x, cfg, mesh=mesh)[0]):
         run = jax.shard_map(body, mesh=mesh, in_specs=(specs, P("expert")), out_specs=P("expert"), check_vma=False)
         close(jax.jit(run)(PARAMS, X), reference()[0])
 

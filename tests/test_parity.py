@@ -1,12 +1,10 @@
 """Every path equals the dense one: path x transport x mesh x rounds x shape x routing, values and gradients.
 
 Cells: every (path, mesh, recv_rows_factor) there is, and for each of them a (shape, source) chosen greedily so that
-  every pair of
-options of different kinds that can meet does (`test_every_pair_of_options_meets` checks that). A cell is one compiled
-program; the
-routing is an input of it, through a router bias and a mask ("router": the router's own gradient is checked too) or as
-a Routing
-("forced": also several choices of one token for the same expert). All routings run through every cell.
+every pair of options of different kinds that can meet does (`test_every_pair_of_options_meets` checks that). A cell is
+one compiled program; the routing is an input of it, through a router bias and a mask ("router": the router's own
+gradient is checked too) or as a Routing ("forced": also several choices of one token for the same expert). All
+routings run through every cell.
 """
 
 import functools
