@@ -214,9 +214,11 @@ class MoEConfig:
         if router.top_k > experts:
             most = min(2, experts, router.top_k_groups * max(1, experts // router.num_groups))
             refuse("top_k", router.top_k, f"cannot exceed num_experts={experts}", most)
+        if router.top_k_groups > experts:
+            refuse("top_k_groups", router.top_k_groups, f"there are only {experts} experts", 1)
         if experts % router.num_groups:
             divisors = [n for n in range(router.top_k_groups, experts + 1) if experts % n == 0]
-            refuse("num_groups", router.num_groups, f"must divide num_experts={experts}", (divisors or [1])[0])
+            refuse("num_groups", router.num_groups, f"must divide num_experts={experts}", divisors[0])
         group = experts // router.num_groups
         if router.top_k > router.top_k_groups * group:
             rule = f"{router.top_k_groups} groups of {group} experts hold fewer than that"
@@ -259,7 +261,7 @@ class MoEConfig:
 
     def __repr__(self) -> str:
         parts = [f"{f.name}={getattr(self, f.name)!r}" for f in dataclasses.fields(self)]
-        pads = [(r, self.padded_experts(r)) for r in (2, 4, 8, 16, 32, 64) if self.num_experts % r]
+        pads = [(r, self.padded_experts(r)) for r in (2, 4, 8) if self.num_experts % r]
         if self.num_experts > 1 and pads:
             said = ", ".join(f"{p} on {r}" for r, p in pads)
             at = next(i for i, p in enumerate(parts) if p.startswith("num_experts="))
@@ -296,7 +298,7 @@ class ModelConfig:
     overlap_moe_expert_parallel_comm: bool = False
 
     def __post_init__(self) -> None:
-        works = {"vocab_size": 32000, "num_layers": 4, "num_heads": 8, "num_kv_heads": 8, "head_dim": 64}
+        works = {"vocab_size": 32000, "num_layers": 4, "num_heads": 8, "num_kv_heads": 1, "head_dim": 64}
         for field, value in works.items():
             _positive_int(field, getattr(self, field), value)
         if self.num_heads % self.num_kv_heads:

@@ -146,6 +146,7 @@ def apply_experts(
     params: Mapping[str, jax.Array],
     config: MoEConfig,
     expected_rows: int | None = None,
+    loops: bool = True,
 ) -> jax.Array:
     """Rows through their experts with the layer's parameters; `expert_mlp` says what exactly.
 
@@ -157,11 +158,12 @@ def apply_experts(
       params: as from `init_expert_params`, of the G experts held here; cast to config.dtype.
       config: the MoEConfig.
       expected_rows: how many positions are expected to be filled. Changes speed only.
+      loops: False where the compiler partitions the program further, see `expert_mlp`.
 
     Returns:
       [M, H], float32 with weights, config.dtype without.
     """
     fields = {name: params[name].astype(config.dtype) if name in params else None for name in ExpertWeights._fields}
     experts = ExpertWeights(**fields)  # type: ignore[arg-type]
-    activation = activation_fn(config.activation)
-    return expert_mlp(rows, index, group_sizes, weights, experts, activation=activation, expected_rows=expected_rows)
+    how = {"activation": activation_fn(config.activation), "expected_rows": expected_rows, "loops": loops}
+    return expert_mlp(rows, index, group_sizes, weights, experts, **how)

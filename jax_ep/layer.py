@@ -122,16 +122,16 @@ def moe(
     """
     ambient = sharding.ambient_mesh()
     mesh = ambient if mesh is None else mesh
-    axes = sharding.layer_axes(config, mesh)
+    manual = frozenset() if ambient is None else frozenset(ambient.manual_axes)
+    axes = sharding.layer_axes(config, mesh, manual)
     _check(params, x, config, token_mask, routing)
     shape, tokens = x.shape, math.prod(x.shape[:-1])
     if not tokens:
         return x.astype(config.dtype), no_stats(config.num_experts)
     transport = resolve_transport(config, mesh)
-    manual = set() if ambient is None else set(ambient.manual_axes)
     if mesh is None or axes.expert in manual:
-        axes = axes._replace(outer=tuple(a for a in axes.outer if a in manual))
-        return _alone(params, x, token_mask, routing, config, axes, transport, tokens * axes.ranks)
+        there = (tokens * axes.ranks,) * axes.replicas
+        return _alone(params, x, token_mask, routing, config, axes, transport, there)
 
     params = _fit_experts(params, config, axes)
     lead = sharding.token_spec(config, axes, x)
@@ -142,8 +142,10 @@ def moe(
     else:
         whole = sharding.place(whole, jax.tree.map(lambda _: lead, whole), mesh)
     params = sharding.place(params, sharding.param_specs(config, params), mesh)
-    # A rank of a padded mesh may hold no token of its own; capacity is counted in the tokens there really are.
-    y, stats = _on_mesh(params, *whole, config, axes, transport, -(-tokens // axes.replicas), mesh, lead)
+    # Padding stands at the end; capacity is counted in the tokens that each replica really has.
+    share = math.prod(whole[0].shape[:-1]) // axes.replicas
+    there = tuple(min(max(tokens - d * share, 0), share) for d in range(axes.replicas))
+    y, stats = _on_mesh(params, *whole, config, axes, transport, there, mesh, lead)
     if y.shape != shape:
         y = sharding.place(y, P(), mesh)[:tokens].reshape(shape)
     return y, stats
@@ -162,7 +164,7 @@ def _on_mesh(
     config: MoEConfig,
     axes: Axes,
     transport: str,
-    group_tokens: int,
+    group_tokens: tuple[int, ...],
     mesh: Mesh | AbstractMesh,
     lead: P,
 ) -> tuple[jax.Array, MoEStats]:

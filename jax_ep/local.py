@@ -7,6 +7,7 @@ R ranks.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -45,9 +46,9 @@ def one_rank(
     config: MoEConfig,
     axes: Axes,
     transport: str,
-    group_tokens: int,
+    group_tokens: tuple[int, ...],
 ) -> tuple[jax.Array, MoEStats]:
-    """One rank's layer: x [t, H] or [b, s, H], its own experts."""
+    """One rank's layer: x [t, H] or [b, s, H], its own experts. group_tokens [D]: tokens that share an expert axis."""
     shape, h = x.shape, config.hidden_size
     x = x.reshape(-1, h).astype(config.dtype)
     mask = None if token_mask is None else token_mask.reshape(-1)
@@ -85,7 +86,8 @@ def routed(
     expected = routing.experts.size
 
     def expert_fn(rows: jax.Array, index: jax.Array, sizes: jax.Array, weights: jax.Array | None, p: Any) -> jax.Array:
-        return apply_experts(rows, index, sizes, weights, p, config, expected_rows=expected)
+        loops = not axes.others
+        return apply_experts(rows, index, sizes, weights, p, config, expected_rows=expected, loops=loops)
 
     with jax.named_scope("plan"):
         plan = paths.make_plan(routing.experts, config, axis_name=axes.expert, transport=transport)
@@ -102,6 +104,9 @@ def routed(
         return y, jnp.int32(1), jnp.int32((g.ranks - 1) * g.tokens)
     if config.comm.mode == "padded":
         return y, jnp.int32(1), jnp.int32((g.ranks - 1) * g.quota)
+    if axes.others and axes.outer and g.max_rounds > 1:
+        # The compiler may put collectives over all devices into the loop of rounds: all have to take the same number.
+        plan = dataclasses.replace(plan, rounds=jax.lax.pmax(plan.rounds, axes.outer))
     with jax.named_scope("extra_rounds"):
         more = packed.extra_rounds(x, routing.weights, expert_params, plan, expert_fn)
     assert plan.rounds is not None
@@ -133,14 +138,17 @@ def tidy(routing: Routing, mask: jax.Array | None, config: MoEConfig) -> tuple[R
     return Routing(experts, weights), MoEStats(tokens, counts, prob_sum, lse_sq, zero, zero, zero)
 
 
-def apply_capacity(routing: Routing, config: MoEConfig, axes: Axes, group_tokens: int) -> tuple[Routing, jax.Array]:
+def apply_capacity(
+    routing: Routing, config: MoEConfig, axes: Axes, group_tokens: tuple[int, ...]
+) -> tuple[Routing, jax.Array]:
     """Drops what exceeds ceil(c * tokens * K / E) rows of an expert, counted over the ranks of one expert axis."""
     c = config.comm.capacity_factor
     if c is None:
         return routing, jnp.int32(0)
     e = config.num_experts
     experts = routing.experts
-    capacity = max(1, math.ceil(c * group_tokens * experts.shape[1] / e))
+    capacities = [math.ceil(c * tokens * experts.shape[1] / e) for tokens in group_tokens]
+    capacity = jnp.array(capacities, jnp.int32)[jax.lax.axis_index(axes.outer) if axes.outer else 0]
     ahead = jnp.zeros(e, jnp.int32)
     if axes.ranks > 1:
         counts = planning.count(experts.reshape(-1), e)

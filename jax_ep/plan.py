@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_ep.config import refuse
+
 
 @dataclasses.dataclass(frozen=True)
 class Geometry:
@@ -231,7 +233,8 @@ def away(plan: Plan, step: jax.Array | int = 0) -> Away:
     """The away buffer of round `step`, regrouped by expert with index arithmetic."""
     g = plan.geometry
     recv = plan.recv_counts
-    assert recv is not None, "recv_counts are known after the dispatch"
+    if recv is None:
+        refuse("plan.recv_counts", None, "they come with the first dispatch", "exchange(..., with_counts=True)")
     if g.ragged:
         begin = before(recv.reshape(-1)).reshape(recv.shape)  # [R, L] in the receiver's order
         room, base = g.recv_rows, jnp.zeros((g.ranks, 1), jnp.int32)
@@ -279,7 +282,7 @@ def ragged_slices(plan: Plan, step: jax.Array | int = 0, reverse: bool = False) 
     return Slices(here[me], sizes[me], there[me], sizes[:, me])
 
 
-def kept_under_capacity(experts: jax.Array, num_experts: int, ahead: Any, capacity: int) -> jax.Array:
+def kept_under_capacity(experts: jax.Array, num_experts: int, ahead: Any, capacity: Any) -> jax.Array:
     """[T, K] bool: whether an assignment is among the first `capacity` of its expert, in token order, then choice.
 
     Args:

@@ -54,12 +54,14 @@ class Axes(NamedTuple):
       outer: the other token axes that the mesh has.
       ranks: size of the expert axis, R.
       replicas: product of the outer sizes, D.
+      others: the mesh has further axes that are not manual here, over which the compiler partitions the layer's work.
     """
 
     expert: str | None
     outer: tuple[str, ...]
     ranks: int
     replicas: int
+    others: bool = False
 
     @property
     def tokens(self) -> tuple[str, ...]:
@@ -75,8 +77,11 @@ def ambient_mesh() -> AbstractMesh | None:
     return None if mesh.empty else mesh
 
 
-def layer_axes(config: MoEConfig, mesh: Mesh | AbstractMesh | None) -> Axes:
-    """Which axes of `mesh` the layer uses. token_axes that the mesh lacks count as size 1."""
+def layer_axes(config: MoEConfig, mesh: Mesh | AbstractMesh | None, manual: frozenset[str] = frozenset()) -> Axes:
+    """Which axes of `mesh` the layer uses. token_axes that the mesh lacks count as size 1.
+
+    `manual` axes are those of the shard_map one is in; where they include the expert axis, only they are the layer's.
+    """
     if mesh is None:
         return ONE_DEVICE
     sizes = dict(mesh.shape)
@@ -84,7 +89,10 @@ def layer_axes(config: MoEConfig, mesh: Mesh | AbstractMesh | None) -> Axes:
         rule = f"the mesh has no such axis; its axes are {tuple(sizes)}"
         refuse("expert_axis", config.expert_axis, rule, ("expert", *sizes)[-1])
     outer = tuple(a for a in config.token_axes if a in sizes and a != config.expert_axis)
-    return Axes(config.expert_axis, outer, sizes[config.expert_axis], math.prod(sizes[a] for a in outer))
+    if config.expert_axis in manual:
+        outer = tuple(a for a in outer if a in manual)
+    others = any(size > 1 for a, size in sizes.items() if a not in (*outer, config.expert_axis, *manual))
+    return Axes(config.expert_axis, outer, sizes[config.expert_axis], math.prod(sizes[a] for a in outer), others)
 
 
 def param_specs(config: MoEConfig, params: Any) -> Any:

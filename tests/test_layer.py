@@ -175,6 +175,70 @@ def test_a_users_own_mesh_with_a_third_axis(kind):
     close(moe(PARAMS, placed, cfg, mesh=mesh)[0], reference()[0])  # outside jit, without an ambient mesh
 
 
+@pytest.mark.parametrize("transport", ["ragged", "all_to_all"])
+def test_replicas_that_need_different_rounds_beside_a_tensor_axis(transport):
+    """The compiler puts collectives of its own into the loops of a partly manual program: all devices must turn
+    alike.
+    """
+    axes = ("data", "expert", "tensor")
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), axes, axis_types=(AxisType.Auto,) * 3)
+    ids = np.zeros((32, K), np.int32)
+    ids[:16] = (
+        np.arange(16 * K).reshape(16, K) % E
+    )  # balanced on the first replica, everything to one expert on the other
+    forced = Routing(jnp.asarray(ids), jnp.full((32, K), 0.5))
+    experts = {
+        n: jax.device_put(w, NamedSharding(mesh, P("expert", None, "tensor"))) for n, w in PARAMS["experts"].items()
+    }
+    placed = jax.device_put(X, NamedSharding(mesh, P(("data", "expert"), "tensor")))
+
+    def loss(cfg, on, p, x):
+        y, stats = moe(p, x, cfg, mesh=on, routing=forced)
+        return jnp.square(y).sum(), stats
+
+    cfg = config(CommConfig(transport=transport, recv_rows_factor=0.3))
+    run = jax.jit(jax.grad(functools.partial(loss, cfg, mesh), (0, 1), has_aux=True))
+    grads, stats = run({**PARAMS, "experts": experts}, placed)
+    dense = config(CommConfig(mode="dense"))
+    want, _ = jax.jit(jax.grad(functools.partial(loss, dense, None), (0, 1), has_aux=True))(PARAMS, X)
+    close(grads, want, 1e-4)
+    assert int(stats.rounds) > 2
+
+
+@pytest.mark.parametrize("comm", [dict(mode="padded"), dict(recv_rows_factor=0.5), dict(transport="ragged")], ids=str)
+@pytest.mark.parametrize(("tokens", "factor"), [(17, 0.6), (17, 1.0), (9, 0.6), (32, 0.4)])
+def test_capacity_counts_the_tokens_that_share_an_expert_axis(comm, tokens, factor):
+    """Two replicas, the second one with padding: each expert keeps its first rows of each replica, the rest add 0."""
+    rng = np.random.default_rng(tokens)
+    ids = np.minimum(rng.geometric(0.4, (tokens, K)) - 1, E - 1)
+    weights = rng.random((tokens, K)).astype(np.float32)
+    share = -(-tokens // 8) * 4  # tokens of a replica, the last one's padding included
+    kept = np.zeros_like(weights)
+    for replica in range(0, tokens, share):
+        mine = range(replica, min(replica + share, tokens))
+        capacity, taken = int(np.ceil(factor * len(mine) * K / E)), np.zeros(E, int)
+        for t in mine:
+            for k in range(K):
+                kept[t, k] = taken[ids[t, k]] < capacity
+                taken[ids[t, k]] += 1
+    cfg = config(CommConfig(capacity_factor=factor, **comm))
+    forced = Routing(jnp.asarray(ids, jnp.int32), jnp.asarray(weights))
+    run = jax.jit(lambda x, r: moe(PARAMS, x, cfg, mesh=make_mesh(4, 2), routing=r))
+    y, stats = run(X[:tokens], forced)
+    want, _ = moe(PARAMS, X[:tokens], config(CommConfig(mode="dense")), routing=forced._replace(weights=weights * kept))
+    assert int(stats.dropped_rows) == int((kept == 0).sum())
+    close(y, want)
+
+
+def test_what_overflows_in_an_expert_nobody_asked_adds_nothing():
+    big = {n: w.at[3].mul(1e4) for n, w in PARAMS["experts"].items()}
+    forced = Routing(jnp.full((32, 1), 2, jnp.int32), jnp.ones((32, 1)))
+    for mode in ("dense", "packed"):
+        cfg = config(CommConfig(mode=mode), dtype="float16")
+        run = jax.grad(lambda x, cfg=cfg: moe({**PARAMS, "experts": big}, x, cfg, routing=forced)[0].sum())
+        assert bool(jnp.isfinite(run(X)).all()), mode
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
 def test_ambient_mesh(kind):
     mesh = Mesh(np.array(jax.devices()[:4]).reshape(1, 4), ("data", "expert"), axis_types=(kind,) * 2)

@@ -15,11 +15,11 @@ from jax_ep.transport import parts, share_counts
 from jax_ep.transport.all_to_all import swap_with_header
 
 
-def sharded(f, ranks, in_count, out_count=1):
+def sharded(f, ranks, in_count, out_count=1, check_vma=False):
     mesh = make_mesh(ranks)
     specs = (P("expert"),) * in_count
     out = P("expert") if out_count == 1 else (P("expert"),) * out_count
-    return jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out, check_vma=False)
+    return jax.shard_map(f, mesh=mesh, in_specs=specs, out_specs=out, check_vma=check_vma)
 
 
 # --- ragged_all_to_all
@@ -60,19 +60,22 @@ def ragged_oracle(operand, output, inputs, sizes, outputs, ranks, per_peer):
 
 
 @functools.cache
-def ragged_program(ranks):
+def ragged_program(ranks, check_vma=True):
     def call(operand, output, *slices):
         return ragged_all_to_all(operand, output, *slices, axis_name="expert")
 
-    run = sharded(call, ranks, 6)
+    run = sharded(call, ranks, 6, check_vma=check_vma)
     both = jax.value_and_grad(lambda a, b, ct, *s: (run(a, b, *s) * ct).sum(), (0, 1))
     return jax.jit(run), jax.jit(both)
 
 
-@pytest.mark.parametrize(("ranks", "per_peer"), [(4, 1), (4, 3), (8, 1), (8, 2), (1, 2)])
-def test_ragged_all_to_all_equals_oracle_and_transposes(ranks, per_peer):
+@pytest.mark.parametrize(
+    ("ranks", "per_peer", "check_vma"),
+    [(4, 1, True), (4, 1, False), (4, 3, True), (8, 1, True), (8, 2, False), (1, 2, True)],
+)
+def test_ragged_all_to_all_equals_oracle_and_transposes(ranks, per_peer, check_vma):
     rows, out_rows, width = 4 * ranks * per_peer, 5 * ranks * per_peer, 3
-    forward, both = ragged_program(ranks)
+    forward, both = ragged_program(ranks, check_vma)
     for seed in range(5):
         rng = np.random.default_rng(seed)
         slices = draw_slices(rng, ranks, per_peer, rows, out_rows)
@@ -124,6 +127,17 @@ def test_ragged_all_to_all_refuses(change, named):
     good |= {n: jnp.zeros(4, jnp.int32) for n in ("input_offsets", "send_sizes", "output_offsets", "recv_sizes")}
     with pytest.raises(ConfigError, match=named):
         sharded(lambda x: ragged_all_to_all(axis_name="expert", **(good | change)), 4, 1)(jnp.zeros(4))
+
+
+@pytest.mark.parametrize(("rows", "out_rows"), [(0, 5), (5, 0)])
+def test_ragged_all_to_all_of_no_rows(rows, out_rows):
+    """Nothing can be sent: the result is what was there."""
+    none = jnp.zeros(16, jnp.int32)
+    output = jnp.arange(4 * out_rows * 2.0).reshape(-1, 2)
+    got = sharded(lambda a, b, *s: ragged_all_to_all(a, b, *s, axis_name="expert"), 4, 6)(
+        jnp.zeros((4 * rows, 2)), output, none, none, none, none
+    )
+    np.testing.assert_array_equal(got, output)
 
 
 # --- parts
@@ -231,6 +245,23 @@ def test_exchange_and_its_transpose(transport):
             filled = np.ones((ranks, g.home_rows, 1), bool) if g.ragged else assignment[..., None] < g.assignments
             np.testing.assert_array_equal(np.where(filled, d_hidden, 0), want_d)
             np.testing.assert_array_equal(np.where(filled, d_scale, 0), want_d_scale)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "rows", "reverse", "named"),
+    [
+        (1, 12, False, "plan ranks=1: one rank exchanges nothing"),
+        (4, 11, False, r"parts\[0\].rows"),
+        (4, 12, True, "away"),
+    ],
+)
+def test_exchange_refuses(ranks, rows, reverse, named):
+    g = Geometry(6, 2, 8, ranks, quota=2, transport="ragged")
+    plan = planning.start_plan(jnp.zeros((6, 2), jnp.int32), g, jnp.int32(0), "expert")
+    with pytest.raises(ConfigError, match=named):
+        exchange([Part(jnp.zeros((rows, 3)))], plan, reverse=reverse)
+    with pytest.raises(ConfigError, match="with_counts"):
+        planning.away(plan)
 
 
 def travels(s, d, h, assignment, slot, ids, g):

@@ -11,6 +11,7 @@ first order.
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -87,7 +88,7 @@ _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 # --------------------------------------------------------------------------------------------------- fused expert MLP
 
 
-@functools.partial(jax.jit, static_argnames=("activation", "expected_rows"))
+@functools.partial(jax.jit, static_argnames=("activation", "expected_rows", "loops"))
 def expert_mlp(
     rows: jax.Array,
     index: jax.Array,
@@ -97,6 +98,7 @@ def expert_mlp(
     *,
     activation: Activation,
     expected_rows: int | None = None,
+    loops: bool = True,
 ) -> jax.Array:
     """Rows through the experts they are assigned to, added up where they came from.
 
@@ -118,6 +120,9 @@ def expert_mlp(
       experts: the ExpertWeights, in rows.dtype.
       activation: (gate [n, I] or None, up [n, I]) -> [n, I], elementwise, hashable.
       expected_rows: how many positions are expected to be filled; None: all. Changes speed only.
+      loops: False where the compiler partitions the program further (other Auto axes of a mesh): then no loop turns as
+        often as the data say, since devices would leave it at different times, and wait for each other in collectives
+        that the partitioner put inside. The CPU takes ragged_dot then.
 
     Returns:
       [M, H], float32 with weights (the caller rounds once), rows.dtype without. Differentiable in rows, weights and
@@ -130,42 +135,47 @@ def expert_mlp(
     if 0 in (rows.shape[0], index.shape[0], experts.up.shape[0]):
         return jnp.zeros(rows.shape, rows.dtype if weights is None else jnp.float32)
     index, group_sizes = index.astype(jnp.int32), group_sizes.astype(jnp.int32)
-    return _mlp(activation, expected_rows, rows, index, group_sizes, weights, experts)
+    how = _How(activation, expected_rows, loops)
+    return _mlp(how, rows, index, group_sizes, weights, experts)
 
 
 _MlpArgs = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, ExpertWeights]
 _MlpSaved = tuple[_MlpArgs, jax.Array | None, jax.Array]
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+class _How(NamedTuple):
+    """What of expert_mlp is static."""
+
+    activation: Activation
+    expected_rows: int | None
+    loops: bool
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mlp(
-    activation: Activation,
-    expected_rows: int | None,
+    how: _How,
     rows: jax.Array,
     index: jax.Array,
     group_sizes: jax.Array,
     weights: jax.Array | None,
     experts: ExpertWeights,
 ) -> jax.Array:
-    return _mlp_forward(activation, expected_rows, (rows, index, group_sizes, weights, experts), save=False)[0]
+    return _mlp_forward(how, (rows, index, group_sizes, weights, experts), save=False)[0]
 
 
-def _mlp_forward(
-    activation: Activation, expected_rows: int | None, args: _MlpArgs, save: bool
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+def _mlp_forward(how: _How, args: _MlpArgs, save: bool) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     def on_cpu(*args: *_MlpArgs) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-        return cpu.mlp_forward(*args, activation=activation, expected_rows=expected_rows, save=save)
+        return cpu.mlp_forward(*args, activation=how.activation, expected_rows=how.expected_rows, save=save)
 
     def elsewhere(*args: *_MlpArgs) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-        out, gate, up = fallback.mlp_forward(*args, activation=activation)
+        out, gate, up = fallback.mlp_forward(*args, activation=how.activation)
         return (out, gate, up) if save else (out, None, None)
 
-    return jax.lax.platform_dependent(*args, cpu=on_cpu, default=elsewhere)
+    return jax.lax.platform_dependent(*args, cpu=on_cpu, default=elsewhere) if how.loops else elsewhere(*args)
 
 
 def _mlp_fwd(
-    activation: Activation,
-    expected_rows: int | None,
+    how: _How,
     rows: jax.Array,
     index: jax.Array,
     group_sizes: jax.Array,
@@ -173,23 +183,22 @@ def _mlp_fwd(
     experts: ExpertWeights,
 ) -> tuple[jax.Array, _MlpSaved]:
     args = (rows, index, group_sizes, weights, experts)
-    out, gate, up = _mlp_forward(activation, expected_rows, args, save=True)
+    out, gate, up = _mlp_forward(how, args, save=True)
     gate = None if gate is None else checkpoint_name(gate, "moe_gate")
     return out, (args, gate, checkpoint_name(up, "moe_up"))
 
 
 def _mlp_bwd(
-    activation: Activation, expected_rows: int | None, saved: _MlpSaved, d_out: jax.Array
+    how: _How, saved: _MlpSaved, d_out: jax.Array
 ) -> tuple[jax.Array, None, None, jax.Array | None, ExpertWeights]:
     args, gate, up = saved
-    d_rows, d_weights, d_experts = jax.lax.platform_dependent(
-        *args,
-        gate,
-        up,
-        d_out,
-        cpu=functools.partial(cpu.mlp_backward, activation=activation, expected_rows=expected_rows),
-        default=functools.partial(fallback.mlp_backward, activation=activation),
-    )
+    everything = (*args, gate, up, d_out)
+    on_cpu = functools.partial(cpu.mlp_backward, activation=how.activation, expected_rows=how.expected_rows)
+    elsewhere = functools.partial(fallback.mlp_backward, activation=how.activation)
+    if how.loops:
+        d_rows, d_weights, d_experts = jax.lax.platform_dependent(*everything, cpu=on_cpu, default=elsewhere)
+    else:
+        d_rows, d_weights, d_experts = elsewhere(*everything)
     return d_rows, None, None, d_weights, d_experts
 
 

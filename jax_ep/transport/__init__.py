@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep import plan as planning
+from jax_ep.config import refuse
 from jax_ep.plan import Plan
 from jax_ep.transport.all_gather import emulated_ragged_all_to_all
 from jax_ep.transport.all_to_all import swap, swap_with_header
@@ -57,7 +58,18 @@ def exchange(
 
     Returns:
       The parts on the other side, and the plan.
+
+    Raises:
+      ConfigError: a plan of one rank, which exchanges nothing; parts that are not the plan's rows.
     """
+    g = plan.geometry
+    if plan.axis_name is None or g.ranks == 1:
+        refuse("plan ranks", g.ranks, "one rank exchanges nothing", 2)
+    wanted = g.recv_rows if reverse else g.home_rows
+    for i, part in enumerate(parts):
+        if part.rows.ndim != 2 or part.rows.shape[0] != wanted:
+            rule = f"must be [{wanted}, width], the {'away' if reverse else 'home'} rows of this plan"
+            refuse(f"parts[{i}].rows", list(part.rows.shape), rule, [wanted, *part.rows.shape[1:2]])
     rows = tuple(p.rows for p in parts)
     head = planning.header(plan) if with_counts and not plan.geometry.ragged else None
     moved, told = _move(reverse, rows, head, plan, step)

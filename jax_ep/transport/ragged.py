@@ -20,8 +20,20 @@ def native_or_emulated(operand: jax.Array, output: jax.Array, *slices: jax.Array
     it is traced.
     """
     emulated = functools.partial(emulated_ragged_all_to_all, axis_name=axis_name)
-    native = functools.partial(jax.lax.ragged_all_to_all, axis_name=axis_name)
+
+    def native(*args: jax.Array) -> jax.Array:
+        # JAX does not mark its result as different on each rank, which shard_map with check_vma=True insists on.
+        return varying(jax.lax.ragged_all_to_all(*args, axis_name=axis_name), axis_name)
+
     return jax.lax.platform_dependent(operand, output, *slices, cpu=emulated, default=native)
+
+
+def varying(a: jax.Array, axis_name: str) -> jax.Array:
+    """`a`, marked as different on each rank for shard_map's check_vma. Nothing happens at run time, or without the
+    check.
+    """
+    marked = axis_name in jax.typeof(a).manual_axis_type.varying
+    return a if marked else jax.lax.pcast(a, axis_name, to="varying")
 
 
 def ragged_all_to_all(
@@ -66,7 +78,10 @@ def ragged_all_to_all(
             refuse(name, list(value.shape), f"must be one length, a multiple of the axis size {ranks}", [ranks])
         if not jnp.issubdtype(value.dtype, jnp.integer):
             refuse(name, value.dtype.name, "must be integers", "int32")
-    return _differentiable(axis_name, operand, output, *slices.values())
+    if not operand.shape[0] or not output.shape[0]:
+        return output
+    everything = (varying(a, axis_name) for a in (operand, output, *slices.values()))
+    return _differentiable(axis_name, *everything)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
