@@ -6,6 +6,7 @@ Every refusal is a `ConfigError` that names the field, its value, the rule and a
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from typing import Any, NoReturn
 
 import jax.numpy as jnp
@@ -31,7 +32,7 @@ def _one_of(field: str, value: Any, allowed: tuple[str, ...], works: str | None 
 
 
 def _positive_int(field: str, value: Any, works: int, least: int = 1) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
         refuse(field, value, f"must be an integer of at least {least}", works)
 
 
@@ -104,7 +105,8 @@ class CommConfig:
       recv_rows_factor: the receive buffer of packed holds this many times the balanced rows; a routing
         that needs more takes more rounds and stays exact. None: room for the worst case, one round.
       capacity_factor: an expert takes at most ceil(c * tokens * K / E) rows of the tokens that share an
-        expert axis, first come in token order; the rest add 0 and are counted. None: nothing is dropped.
+        expert axis and are not masked, first come in token order; the rest add 0 and are counted. c counts as the
+        nearest fraction with a denominator of at most 100. None: nothing is dropped.
       dedup, num_chunks, wire_dtype, messages: reserved for what is not built yet; other values are refused.
     """
 
@@ -179,7 +181,8 @@ class MoEConfig:
         lacks count as size 1.
       shard_sequence: how x [B, S, H] lies on the mesh. True: batch over token_axes without expert_axis,
         sequence over expert_axis. False: batch over all token_axes. None: as x's own sharding says where it
-        is visible (concrete arrays, Explicit axes), else sequence where it divides, else batch.
+        is visible (concrete arrays, Explicit axes), else sequence where it divides, else batch; with a
+        capacity_factor always batch, so that tokens come first in the order of x.
     """
 
     hidden_size: int
@@ -240,7 +243,8 @@ class MoEConfig:
         object.__setattr__(self, "token_axes", axes)
         if not axes or axes[-1] != self.expert_axis or len(set(axes)) != len(axes):
             rule = f"must name each axis once and expert_axis={self.expert_axis!r} last, as tokens are ordered"
-            others = [a for a in dict.fromkeys(axes) if a != self.expert_axis]
+            others = axes if self.expert_axis in axes else axes[:-1]
+            others = tuple(a for a in dict.fromkeys(others) if a != self.expert_axis)
             refuse("token_axes", axes, rule, (*others, self.expert_axis))
         if self.shard_sequence is not None:
             _boolean("shard_sequence", self.shard_sequence)

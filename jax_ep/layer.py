@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 import re
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -106,7 +107,7 @@ def moe(
     summed over the layer's token axes.
 
     Args:
-      params: as `init_params` gives them; experts may also be unpadded.
+      params: as `init_params` gives them, for this or any other number of ranks.
       x: [T, H] or [B, S, H]. T may be anything: what the mesh does not divide is padded and masked inside.
       config: the layer.
       mesh: takes the ambient mesh when None; without one, everything runs on one device.
@@ -124,16 +125,22 @@ def moe(
     mesh = ambient if mesh is None else mesh
     manual = frozenset() if ambient is None else frozenset(ambient.manual_axes)
     axes = sharding.layer_axes(config, mesh, manual)
-    _check(params, x, config, token_mask, routing)
+    _check(x, config, token_mask, routing)
+    _check_params(params, config, router=routing is None)
+    if axes.expert in manual and axes.expert in jax.typeof(x).manual_axis_type.varying:
+        refuse("check_vma", True, "the layer's own gradients are not typed for shard_map's check", False)
     shape, tokens = x.shape, math.prod(x.shape[:-1])
     if not tokens:
         return x.astype(config.dtype), no_stats(config.num_experts)
     transport = resolve_transport(config, mesh)
+    split = 1 if config.comm.mode == "dense" else axes.ranks
+    params = _fit_experts(params, config, split, here=axes.expert in manual)
     if mesh is None or axes.expert in manual:
-        there = (tokens * axes.ranks,) * axes.replicas
-        return _alone(params, x, token_mask, routing, config, axes, transport, there)
+        return _alone(params, x, token_mask, routing, config, axes, transport)
 
-    params = _fit_experts(params, config, axes)
+    if manual:  # a shard_map around this one: its mesh knows which axes are taken
+        mesh = ambient
+    assert mesh is not None
     lead = sharding.token_spec(config, axes, x)
     whole = (x, token_mask, routing)
     if lead is None:  # nothing divides: one row of tokens, padded
@@ -142,20 +149,17 @@ def moe(
     else:
         whole = sharding.place(whole, jax.tree.map(lambda _: lead, whole), mesh)
     params = sharding.place(params, sharding.param_specs(config, params), mesh)
-    # Padding stands at the end; capacity is counted in the tokens that each replica really has.
-    share = math.prod(whole[0].shape[:-1]) // axes.replicas
-    there = tuple(min(max(tokens - d * share, 0), share) for d in range(axes.replicas))
-    y, stats = _on_mesh(params, *whole, config, axes, transport, there, mesh, lead)
+    y, stats = _on_mesh(params, *whole, config, axes, transport, mesh, lead)
     if y.shape != shape:
         y = sharding.place(y, P(), mesh)[:tokens].reshape(shape)
     return y, stats
 
 
 # Compiled once for a configuration, also where the caller does not jit.
-_alone = jax.jit(one_rank, static_argnames=("config", "axes", "transport", "group_tokens"))
+_alone = jax.jit(one_rank, static_argnames=("config", "axes", "transport"))
 
 
-@functools.partial(jax.jit, static_argnames=("config", "axes", "transport", "group_tokens", "mesh", "lead"))
+@functools.partial(jax.jit, static_argnames=("config", "axes", "transport", "mesh", "lead"))
 def _on_mesh(
     params: Params,
     x: jax.Array,
@@ -164,7 +168,6 @@ def _on_mesh(
     config: MoEConfig,
     axes: Axes,
     transport: str,
-    group_tokens: tuple[int, ...],
     mesh: Mesh | AbstractMesh,
     lead: P,
 ) -> tuple[jax.Array, MoEStats]:
@@ -173,7 +176,7 @@ def _on_mesh(
     names = set(axes.tokens)
     theirs = sharding.explicit_axes(mesh, besides=names)
     run = jax.shard_map(
-        functools.partial(one_rank, config=config, axes=axes, transport=transport, group_tokens=group_tokens),
+        functools.partial(one_rank, config=config, axes=axes, transport=transport),
         mesh=None if theirs else mesh,
         in_specs=(sharding.param_specs(config, params), y_spec, lead, jax.tree.map(lambda _: lead, routing)),
         out_specs=(y_spec, P()),
@@ -187,7 +190,7 @@ def _on_mesh(
     return y, stats
 
 
-def _check(params: Params, x: jax.Array, config: MoEConfig, mask: jax.Array | None, routing: Routing | None) -> None:
+def _check(x: jax.Array, config: MoEConfig, mask: jax.Array | None, routing: Routing | None) -> None:
     h, e, k = config.hidden_size, config.num_experts, config.router.top_k
     if x.ndim not in (2, 3) or x.shape[-1] != h:
         refuse("x", list(x.shape), f"must be [T, {h}] or [B, S, {h}], as hidden_size={h}", [64, h])
@@ -210,23 +213,42 @@ def _check(params: Params, x: jax.Array, config: MoEConfig, mask: jax.Array | No
         for name, value, want in (("probs", routing.probs, (*lead, e)), ("logsumexp", routing.logsumexp, lead)):
             if value is not None and value.shape != want:
                 refuse(f"routing.{name}", list(value.shape), "does not fit x and num_experts", list(want))
-    elif params["router"]["kernel"].shape != (h, e):
-        shape = list(params["router"]["kernel"].shape)
-        refuse("params['router']['kernel']", shape, "must be [hidden_size, num_experts]", [h, e])
+        if not routing.experts.shape[-1]:
+            refuse("routing.experts", list(routing.experts.shape), "must name at least one expert a token", [*lead, k])
 
 
-def _fit_experts(params: Params, config: MoEConfig, axes: Axes) -> Params:
-    """Experts padded to divide over the ranks. Layers made for this mesh hold them so already, and nothing is
-    copied.
+@functools.lru_cache(maxsize=128)
+def _param_shapes(config: MoEConfig) -> Any:
+    return jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+
+
+def _check_params(params: Params, config: MoEConfig, router: bool) -> None:
+    """Names and shapes as init_params gives them; the number of experts is for _fit_experts."""
+    for group, wanted in _param_shapes(config).items():
+        have = params.get(group, {})
+        if set(have) != set(wanted) and (router or group != "router"):
+            refuse(f"params[{group!r}] names", sorted(have), "must be those of init_params(config)", sorted(wanted))
+        for name in set(have) & set(wanted):
+            first = 1 if group == "experts" else 0
+            shape = tuple(wanted[name].shape)
+            if have[name].ndim != len(shape) or have[name].shape[first:] != shape[first:]:
+                refuse(f"params[{group!r}][{name!r}]", list(have[name].shape), "does not fit the config", list(shape))
+
+
+def _fit_experts(params: Params, config: MoEConfig, ranks: int, here: bool = False) -> Params:
+    """Experts cut or padded to divide over the ranks, also where they were made for another number of them.
+
+    A layer made for this mesh holds them so already, and nothing is copied. `here`: params are one rank's share.
     """
-    wanted = config.padded_experts(axes.ranks)
-    have = params["experts"]["up"].shape[0]
-    if have == wanted or (have >= config.num_experts and have % axes.ranks == 0):
+    wanted = config.padded_experts(ranks)
+    each = {n: w.shape[0] for n, w in params["experts"].items()}
+    least = wanted // ranks if here else config.num_experts
+    if len(set(each.values())) > 1 or min(each.values()) < least or (here and max(each.values()) > least):
+        rule = f"num_experts={config.num_experts} on {ranks} ranks needs {'' if here else 'at least '}{least} in each"
+        refuse("params['experts'] experts", each, rule, least)
+    if here or set(each.values()) == {wanted}:
         return params
-    if have != config.num_experts:
-        rule = f"{axes.ranks} ranks need num_experts={config.num_experts} padded with empty ones"
-        refuse("params['experts'] experts", have, rule, wanted)
-    return {**params, "experts": {n: sharding.pad_rows(w, wanted) for n, w in params["experts"].items()}}
+    return {**params, "experts": {n: sharding.pad_rows(w[:wanted], wanted) for n, w in params["experts"].items()}}
 
 
 def _flatten_and_pad(whole: Any, axes: Axes, mesh: Mesh | AbstractMesh) -> Any:
@@ -240,6 +262,13 @@ def _flatten_and_pad(whole: Any, axes: Axes, mesh: Mesh | AbstractMesh) -> Any:
     whole = sharding.place((x, mask, routing), jax.tree.map(lambda _: P(), (x, mask, routing)), mesh)
     flat = jax.tree.map(lambda a: sharding.pad_rows(a.reshape(tokens, *a.shape[lead:]), padded), whole)
     return sharding.place(flat, jax.tree.map(lambda _: P(axes.tokens), flat), mesh)
+
+
+@functools.lru_cache(maxsize=128)
+def _creator(config: MoEConfig, mesh: Mesh | None) -> Callable[[jax.Array], Params]:
+    """init_params onto the mesh; kept, so that the layers of a model compile it once."""
+    create = functools.partial(init_params, config, ranks=sharding.layer_axes(config, mesh).ranks)
+    return create if mesh is None else jax.jit(create, out_shardings=param_shardings(config, mesh))
 
 
 class RouterBias(nnx.Variable):
@@ -263,11 +292,7 @@ class MoELayer(nnx.Module):
     def __init__(self, config: MoEConfig, mesh: Mesh | None = None, *, rngs: nnx.Rngs):
         self.config = config
         self.mesh = mesh
-        ranks = sharding.layer_axes(config, mesh).ranks
-        create = functools.partial(init_params, config, ranks=ranks)
-        if mesh is not None:
-            create = jax.jit(create, out_shardings=param_shardings(config, mesh))
-        params = create(rngs.params())
+        params = _creator(config, mesh)(rngs.params())
         self.router = nnx.Dict(
             {n: (RouterBias if n == "selection_bias" else nnx.Param)(w) for n, w in params["router"].items()}
         )

@@ -89,8 +89,8 @@ def byte_ledger(
         forward, backward, rounds = _packed(pairs, used, q, padded_e // ranks, h, element)
 
     if config.comm.capacity_factor is not None and ranks > 1:
-        # Ranks tell each other their counts before they drop rows.
-        told = replicas * ranks * (ranks - 1) * config.num_experts * _INT
+        # Ranks tell each other their counts and tokens before they drop rows.
+        told = replicas * ranks * (ranks - 1) * (config.num_experts + 1) * _INT
         forward = {**forward, "control": forward["control"] + told, "wire": forward["wire"] + told}
 
     # Dense runs every expert on every token, wherever the router sends it.

@@ -8,7 +8,6 @@ R ranks.
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -46,9 +45,8 @@ def one_rank(
     config: MoEConfig,
     axes: Axes,
     transport: str,
-    group_tokens: tuple[int, ...],
 ) -> tuple[jax.Array, MoEStats]:
-    """One rank's layer: x [t, H] or [b, s, H], its own experts. group_tokens [D]: tokens that share an expert axis."""
+    """One rank's layer: x [t, H] or [b, s, H], its own experts."""
     shape, h = x.shape, config.hidden_size
     x = x.reshape(-1, h).astype(config.dtype)
     mask = None if token_mask is None else token_mask.reshape(-1)
@@ -62,7 +60,7 @@ def one_rank(
         else:
             routing = jax.tree.map(lambda a: a.reshape(x.shape[0], *a.shape[len(shape) - 1 :]), routing)
         routing, sums = tidy(routing, mask, config)
-        routing, dropped = apply_capacity(routing, config, axes, group_tokens)
+        routing, dropped = apply_capacity(routing, sums, config, axes)
     if config.comm.mode == "dense":
         with jax.named_scope("experts"):
             y = dense.run(x, routing.experts, routing.weights, params["experts"], config)
@@ -120,8 +118,8 @@ def routed(
 def tidy(routing: Routing, mask: jax.Array | None, config: MoEConfig) -> tuple[Routing, MoEStats]:
     """Masked and out-of-range assignments go nowhere with weight 0; and this rank's sums."""
     e = config.num_experts
+    real = (routing.experts >= 0) & (routing.experts < e)  # before the cast, which may wrap
     experts = routing.experts.astype(jnp.int32)
-    real = (experts >= 0) & (experts < e)
     tokens = jnp.int32(experts.shape[0])
     probs, lse = routing.probs, routing.logsumexp
     if mask is not None:
@@ -138,22 +136,17 @@ def tidy(routing: Routing, mask: jax.Array | None, config: MoEConfig) -> tuple[R
     return Routing(experts, weights), MoEStats(tokens, counts, prob_sum, lse_sq, zero, zero, zero)
 
 
-def apply_capacity(
-    routing: Routing, config: MoEConfig, axes: Axes, group_tokens: tuple[int, ...]
-) -> tuple[Routing, jax.Array]:
-    """Drops what exceeds ceil(c * tokens * K / E) rows of an expert, counted over the ranks of one expert axis."""
-    c = config.comm.capacity_factor
-    if c is None:
+def apply_capacity(routing: Routing, sums: MoEStats, config: MoEConfig, axes: Axes) -> tuple[Routing, jax.Array]:
+    """Drops what exceeds an expert's capacity, counted over the tokens and ranks of one expert axis."""
+    factor, e = config.comm.capacity_factor, config.num_experts
+    if factor is None:
         return routing, jnp.int32(0)
-    e = config.num_experts
-    experts = routing.experts
-    capacities = [math.ceil(c * tokens * experts.shape[1] / e) for tokens in group_tokens]
-    capacity = jnp.array(capacities, jnp.int32)[jax.lax.axis_index(axes.outer) if axes.outer else 0]
-    ahead = jnp.zeros(e, jnp.int32)
+    experts, tokens, ahead = routing.experts, sums.tokens, jnp.zeros(e, jnp.int32)
     if axes.ranks > 1:
-        counts = planning.count(experts.reshape(-1), e)
-        everyone = jax.lax.all_gather(counts, axes.expert)  # [R, E]
-        ahead = planning.before(everyone)[jax.lax.axis_index(axes.expert)]
+        everyone = jax.lax.all_gather(jnp.append(sums.counts, sums.tokens), axes.expert)  # [R, E + 1]
+        tokens = everyone[:, e].sum()
+        ahead = planning.before(everyone[:, :e])[jax.lax.axis_index(axes.expert)]
+    capacity = planning.capacity(factor, tokens, experts.shape[1], e)
     kept = planning.kept_under_capacity(experts, e, ahead, capacity)
     dropped = ((experts < e) & ~kept).sum(dtype=jnp.int32)
     return Routing(jnp.where(kept, experts, _NOWHERE), jnp.where(kept, routing.weights, 0)), dropped

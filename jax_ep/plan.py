@@ -18,6 +18,7 @@ all_gather (simulation) is laid out as ragged.
 from __future__ import annotations
 
 import dataclasses
+import fractions
 from typing import Any, NamedTuple
 
 import jax
@@ -73,7 +74,7 @@ def quota(assignments: int, ranks: int, recv_rows_factor: float | None) -> int:
     """q = max(1, ceil(f * balanced / R)), and never more than the N rows that one pair can need."""
     if recv_rows_factor is None:
         return assignments
-    exact = recv_rows_factor * assignments / ranks
+    exact = min(recv_rows_factor, ranks) * assignments / ranks
     return min(max(1, int(-(-exact // 1))), assignments)
 
 
@@ -280,6 +281,17 @@ def ragged_slices(plan: Plan, step: jax.Array | int = 0, reverse: bool = False) 
     if reverse:
         return Slices(there[:, me], sizes[:, me], here[:, me], sizes[me])
     return Slices(here[me], sizes[me], there[me], sizes[:, me])
+
+
+def capacity(factor: float, tokens: Any, top_k: int, num_experts: int) -> Any:
+    """ceil(factor * tokens * K / E), rows that an expert takes; exact in 32 bits for an int32 `tokens`, traced or not.
+
+    The factor counts as the nearest fraction with a denominator of at most 100, and as E where it is more.
+    """
+    share = fractions.Fraction(str(min(factor, num_experts))).limit_denominator(100)
+    n, d = share.numerator, share.denominator * num_experts
+    whole, rest = tokens * top_k // d, tokens * top_k % d
+    return n * whole - (-n * rest // d)
 
 
 def kept_under_capacity(experts: jax.Array, num_experts: int, ahead: Any, capacity: Any) -> jax.Array:

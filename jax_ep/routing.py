@@ -111,7 +111,9 @@ def route(logits: jax.Array, config: RouterConfig, *, selection_bias: jax.Array 
         experts = jax.lax.top_k(choice, config.top_k)[1]  # [..., K]
         weights = jnp.take_along_axis(scores, experts, axis=-1)  # [..., K]
         if config.normalize_weights:
-            weights = _normalized(weights, 1e-20 if config.score_function == "sigmoid" else 0.0)
+            # A softmax' largest score is never 0, but a bias may have chosen others.
+            may_be_zero = config.score_function == "sigmoid" or config.selection_bias
+            weights = _normalized(weights, 1e-20 if may_be_zero else 0.0)
     weights = weights * config.scale
     return Routing(experts.astype(jnp.int32), weights, probs, jax.nn.logsumexp(logits, axis=-1))
 

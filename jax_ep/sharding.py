@@ -80,7 +80,8 @@ def ambient_mesh() -> AbstractMesh | None:
 def layer_axes(config: MoEConfig, mesh: Mesh | AbstractMesh | None, manual: frozenset[str] = frozenset()) -> Axes:
     """Which axes of `mesh` the layer uses. token_axes that the mesh lacks count as size 1.
 
-    `manual` axes are those of the shard_map one is in; where they include the expert axis, only they are the layer's.
+    `manual` axes are those of the shard_map one is in. Where the expert axis is among them, so are all axes of the
+    layer; else the layer spreads its tokens over the others.
     """
     if mesh is None:
         return ONE_DEVICE
@@ -89,8 +90,7 @@ def layer_axes(config: MoEConfig, mesh: Mesh | AbstractMesh | None, manual: froz
         rule = f"the mesh has no such axis; its axes are {tuple(sizes)}"
         refuse("expert_axis", config.expert_axis, rule, ("expert", *sizes)[-1])
     outer = tuple(a for a in config.token_axes if a in sizes and a != config.expert_axis)
-    if config.expert_axis in manual:
-        outer = tuple(a for a in outer if a in manual)
+    outer = tuple(a for a in outer if (a in manual) == (config.expert_axis in manual))
     others = any(size > 1 for a, size in sizes.items() if a not in (*outer, config.expert_axis, *manual))
     return Axes(config.expert_axis, outer, sizes[config.expert_axis], math.prod(sizes[a] for a in outer), others)
 
@@ -120,7 +120,9 @@ def token_spec(config: MoEConfig, axes: Axes, x: jax.Array) -> P | None:
         False: x.shape[0] % size == 0,
     }
     wanted = config.shard_sequence
-    if wanted is None:
+    if wanted is None and config.comm.capacity_factor is not None:
+        wanted = False  # who comes first must not depend on what can be seen of x
+    elif wanted is None:
         on_batch, on_sequence = (axes.expert in names for names in _visible_axes(x)[:2])
         wanted = on_sequence or (fits[True] and not on_batch)
     return {True: by_sequence, False: leading}[wanted] if fits[wanted] else None

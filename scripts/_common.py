@@ -45,9 +45,12 @@ class Parser(argparse.ArgumentParser):
 
 
 def run_main(main: Callable[[Sequence[str]], None]) -> NoReturn:
-    """Runs a script's main; a refusal becomes one line on stderr and exit code 2."""
+    """Runs a script's main; a refusal becomes one line on stderr and exit code 2, an interruption one and 130."""
     try:
         main(sys.argv[1:])
+    except KeyboardInterrupt:
+        print(f"{Path(sys.argv[0]).name}: interrupted; nothing was written", file=sys.stderr)
+        sys.exit(130)
     except (UsageError, ConfigError) as error:
         line = " ".join(str(error).split())
         print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr)
@@ -72,7 +75,8 @@ def load_config(name: str) -> WorkloadConfig:
     if "/" in name or name.endswith(".py"):
         path = Path(name)
         if not path.is_file():
-            raise UsageError(f"config={name!r}: there is no such file")
+            known = sorted(file.stem for file in CONFIGS.glob("*.py"))
+            raise UsageError(f"config={name!r}: there is no such file{nearest(path.stem, known)}")
     else:
         path = CONFIGS / f"{name}.py"
         if not path.is_file():
@@ -80,9 +84,11 @@ def load_config(name: str) -> WorkloadConfig:
             raise UsageError(f"unknown config {name!r}{nearest(name, known)}")
     try:
         get_config = runpy.run_path(str(path)).get("get_config")
-    except (OSError, SyntaxError, UnicodeDecodeError, ImportError) as error:
-        raise UsageError(f"config={name!r}: cannot be read: {error}") from error
-    config = get_config() if callable(get_config) else None
+        config = get_config() if callable(get_config) else None
+    except ConfigError:
+        raise
+    except Exception as error:  # a config is a program of the user's
+        raise UsageError(f"config={name!r}: cannot be read: {type(error).__name__}: {error}") from error
     if not isinstance(config, WorkloadConfig):
         raise UsageError(f"config={name!r}: must define get_config() -> WorkloadConfig, as configs/mini_infer.py does")
     return config
@@ -205,8 +211,11 @@ def simulate_devices(count: int | None, default: int = 8) -> None:
 # Results.
 
 
-def refuse_bad_folder(folder: Path) -> None:
-    """Says now, not after minutes of work, that results cannot be written. Creates nothing."""
+def refuse_bad_folder(folder: Path, *names: str) -> None:
+    """Says now, not after minutes of work, that results of these names cannot be written. Creates nothing."""
+    for name in names:
+        if (folder / name).is_dir():
+            raise UsageError(f"out={str(folder)!r}: {folder / name} is a folder; --out out/compare works")
     existing = folder
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent

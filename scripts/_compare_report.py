@@ -46,7 +46,7 @@ def size(count: float) -> str:
 
 def print_table(record: dict[str, Any]) -> None:
     """To stdout; where that is no terminal, as wide as it needs to be."""
-    width = shutil.get_terminal_size().columns if os.isatty(1) else 140
+    width = max(140, shutil.get_terminal_size().columns) if os.isatty(1) else 140
     console = Console(width=width, highlight=False)
     environment, workload = record["environment"], record["workload"]
     mesh = f"data={workload['data_parallel']} x expert={workload['expert_parallel']}"

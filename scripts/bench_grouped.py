@@ -1,6 +1,6 @@
 """Grouped products against jax.lax.ragged_dot and dense products of the same FLOPs, on one device.
 
-    python scripts/bench_grouped.py --out results
+    python scripts/bench_grouped.py
 
 Takes three to six minutes on two CPU cores. Every case runs in fresh processes, its contestants interleaved run by run.
 A ratio is one of medians within one process, and the best process counts, since a process can be slow as a whole.
@@ -157,16 +157,18 @@ def print_figures(name: str, case: dict[str, Any], processes: list[dict[str, Any
 
 def main(argv: Sequence[str]) -> None:
     parser = Parser(description=__doc__)
-    parser.add_argument("--out", type=pathlib.Path, help="folder for bench_grouped.json; none is written without")
+    parser.add_argument(
+        "--out", type=pathlib.Path, default=pathlib.Path("out/bench"), help="folder for the JSON (default: %(default)s)"
+    )
     parser.add_argument("--cases", default=",".join(CASES), help=f"some of {','.join(CASES)}")
-    parser.add_argument("--processes", type=int, default=3)
-    parser.add_argument("--runs", type=int, default=7)
-    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--processes", type=int, default=3, help="fresh processes a case (default: %(default)s)")
+    parser.add_argument("--runs", type=int, default=7, help="timed runs (default: %(default)s)")
+    parser.add_argument("--warmup", type=int, default=2, help="untimed runs before them (default: %(default)s)")
     parser.add_argument("--worker", choices=CASES, help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     for field, least in (("processes", 1), ("runs", 1), ("warmup", 0)):
         if getattr(options, field) < least:
-            raise UsageError(f"--{field} {getattr(options, field)}: must be at least {least}")
+            raise UsageError(f"--{field} {getattr(options, field)}: must be at least {least}; --{field} {least} works")
     if options.worker:
         print(json.dumps(measure(CASES[options.worker], options.runs, options.warmup)))
         return
@@ -174,8 +176,7 @@ def main(argv: Sequence[str]) -> None:
     for name in names:
         if name not in CASES:
             raise UsageError(f"unknown case {name!r}{nearest(name, CASES)}")
-    if options.out:
-        refuse_bad_folder(options.out)
+    refuse_bad_folder(options.out, "bench_grouped.json")
     device = jax.devices()[0]
     print(
         f"jax {jax.__version__}, {device.platform} ({device.device_kind}); medians of {options.runs} interleaved runs"
@@ -191,17 +192,16 @@ def main(argv: Sequence[str]) -> None:
         verdict = "met" if row["met"] else "NOT met"
         label = f"{row['case']} {row['timed']}, {row['ratio']}"
         print(f"  {label:48} {each:22} best {row['best']:6.2f}, goal {row['goal']}: {verdict}")
-    if options.out:
-        record = {
-            "environment": {"jax": jax.__version__, "platform": device.platform, "device_kind": device.device_kind},
-            "timed": "one compiled call, until its results are ready",
-            "runs": options.runs,
-            "warmup": options.warmup,
-            "cases": CASES,
-            "processes": processes,
-            "goals": goals,
-        }
-        write_files(options.out, {"bench_grouped.json": (json.dumps(record, indent=1) + "\n").encode()})
+    record = {
+        "environment": {"jax": jax.__version__, "platform": device.platform, "device_kind": device.device_kind},
+        "timed": "one compiled call, until its results are ready",
+        "runs": options.runs,
+        "warmup": options.warmup,
+        "cases": CASES,
+        "processes": processes,
+        "goals": goals,
+    }
+    write_files(options.out, {"bench_grouped.json": (json.dumps(record, indent=1) + "\n").encode()})
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import math
 import os
 import sys
 import time
@@ -44,6 +43,7 @@ from _common import (
 from _compare_report import picture, print_table, require_matplotlib
 from _text import RECIPE, hidden_states, read_text, sequences
 from jax_ep import MoEConfig, byte_ledger, make_mesh, moe, route
+from jax_ep import plan as planning
 from jax_ep.aot import count_collectives
 from jax_ep.bench import Timing, compare_runs
 from jax_ep.config import MODES, CommConfig, WorkloadConfig
@@ -51,6 +51,10 @@ from jax_ep.layer import init_params, param_shardings, resolve_transport
 from jax_ep.routing import router_logits
 
 ONE_DEVICE = "grouped_one_device"
+OWN_MESH = "a config of your own; this script makes its mesh itself, with axes data and expert"
+SET_ELSEWHERE = {"moe.comm.mode": "--modes dense,packed"} | dict.fromkeys(
+    ("moe.expert_axis", "moe.token_axes", "moe.shard_sequence"), OWN_MESH
+)
 
 
 def main(argv: Sequence[str]) -> None:
@@ -58,7 +62,7 @@ def main(argv: Sequence[str]) -> None:
     simulate_devices(args.devices)
     modes = _modes(args.modes)
     workload = _workload(args)
-    refuse_bad_folder(args.out)
+    refuse_bad_folder(args.out, "compare.png", "compare.json")
     require_matplotlib()
     text = read_text(args.text)
     tokens = sequences(text, workload.batch_size, workload.sequence_length)
@@ -71,7 +75,7 @@ def main(argv: Sequence[str]) -> None:
         programs = bench.compile([*modes, *([ONE_DEVICE] if "packed" in modes else [])])
         timings = bench.time(programs)
         record = bench.record(programs, timings, modes, text.source, args.config)
-    refuse_bad_folder(args.out)
+    refuse_bad_folder(args.out, "compare.png", "compare.json")
     content = (json.dumps(record, indent=2) + "\n").encode()
     write_files(args.out, {"compare.png": picture(record), "compare.json": content})
     print_table(record)
@@ -113,18 +117,20 @@ def _modes(text: str) -> list[str]:
 def _workload(args: argparse.Namespace) -> WorkloadConfig:
     options = {"expert_parallel": args.expert_parallel, "runs": args.runs, "warmup": args.warmup}
     given = [f"{key}={value}" for key, value in options.items() if value is not None]
-    workload: WorkloadConfig = override(
-        load_config(args.config), [*args.overrides, *given], elsewhere={"moe.comm.mode": "--modes dense,packed"}
-    )
+    workload: WorkloadConfig = override(load_config(args.config), [*args.overrides, *given], elsewhere=SET_ELSEWHERE)
     return workload
 
 
 def _devices(workload: WorkloadConfig, asked: int | None) -> list[Any]:
     """The first devices that the mesh needs."""
     need = workload.expert_parallel * workload.data_parallel
-    have = jax.devices() if asked is None else jax.devices()[:asked]
+    try:
+        have = jax.devices() if asked is None else jax.devices()[:asked]
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"JAX finds no device ({error}); JAX_PLATFORMS=cpu works") from error
     if need > len(have):
-        works = f"--expert-parallel {max(1, len(have) // workload.data_parallel)} works"
+        fits = workload.data_parallel <= len(have)
+        works = f"--expert-parallel {len(have) // workload.data_parallel} works" if fits else "data_parallel=1 works"
         if jax.default_backend() == "cpu":
             works += f", and so does --devices {need}"
         mesh = f"expert_parallel={workload.expert_parallel}, data_parallel={workload.data_parallel}"
@@ -280,8 +286,9 @@ class Bench:
 
     def _ledger(self, program: Program, counts: np.ndarray) -> dict[str, Any]:
         if (factor := program.config.comm.capacity_factor) is not None:
-            group = -(-self.states.shape[0] // self.workload.data_parallel)
-            capacity = max(1, math.ceil(factor * group * self.config.router.top_k / self.config.num_experts))
+            top_k, experts = self.config.router.top_k, self.config.num_experts
+            tokens = counts.sum((1, 2)) // top_k  # [D]
+            capacity = planning.capacity(factor, tokens, top_k, experts)[:, None, None]
             ahead = counts.cumsum(1) - counts  # of lower ranks, which come first
             counts = np.clip(capacity - ahead, 0, counts)  # [D, R, E]
         share = -(-self.states.shape[0] // self.mesh.size)
@@ -343,7 +350,8 @@ class Bench:
         if jax.default_backend() == "cpu":
             notes.append(
                 f"{self.mesh.size} simulated devices share this machine's cores and memory: times rank the work each "
-                "path does, not links. Bytes, rounds and collectives are what real devices would see."
+                "path does, not links. Bytes and rounds are those of the transport in compare.json; on CPU, ragged "
+                "crosses by all_gather."
             )
         if self.config.dtype == "float32":
             notes.append("float32: every byte figure is twice that of 2-byte elements, which published figures use.")

@@ -157,12 +157,15 @@ def test_3_padding_travels_nowhere():
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_3_padding_takes_no_capacity(ranks):
-    """Eight tokens for expert 0, which takes four; the masked come first and must not take the others' places."""
+    """Eight tokens for expert 0 of two. With four masked it takes the first two that are not, as without the masked."""
     config, params = identity_router(2, 1, CommConfig(recv_rows_factor=None, capacity_factor=1.0))
     x, mask = jnp.array([[4.0, 0.0]] * 8), jnp.array([0, 0, 0, 1, 1, 0, 1, 1], jnp.bool_)
     y, stats = run_moe(params, x, config, mesh=mesh_of(ranks), token_mask=mask)
-    assert int(stats.dropped_rows) == 0
-    assert np.asarray(y).any(1).tolist() == mask.tolist()
+    assert int(stats.dropped_rows) == 2
+    assert np.asarray(y).any(1).tolist() == [False, False, False, True, True, False, False, False]
+    alone, stats = run_moe(params, x[:4], config, mesh=mesh_of(ranks), token_mask=jnp.ones(4, jnp.bool_))
+    assert int(stats.dropped_rows) == 2
+    np.testing.assert_allclose(np.asarray(alone), np.asarray(y)[mask], rtol=1e-6)
     full, stats = run_moe(params, x, config, mesh=mesh_of(ranks), token_mask=jnp.ones(8, jnp.bool_))
     assert int(stats.dropped_rows) == 4
     assert np.asarray(full).any(1).tolist() == [True] * 4 + [False] * 4

@@ -259,6 +259,76 @@ def test_tokens_that_nothing_divides(kind, tokens):
     close(y[0], reference()[0][:tokens])
 
 
+@pytest.mark.parametrize("made_for", [1, 4, 8])
+@pytest.mark.parametrize("mode", ["packed", "dense"])
+def test_parameters_made_for_another_mesh(made_for, mode):
+    """Empty experts are cut or added: 6 experts are 6, 8 and 8 on one, four and eight ranks."""
+    cfg = config(CommConfig(mode=mode), num_experts=6)
+    params = init_params(cfg, jax.random.key(0), ranks=made_for)
+    want, _ = moe(init_params(cfg, jax.random.key(0)), X, config(CommConfig(mode="dense"), num_experts=6))
+    for ranks in (None, 2, 4):
+        close(moe(params, X, cfg, mesh=ranks and make_mesh(ranks))[0], want)
+
+
+def test_inside_a_shard_map_over_other_axes():
+    """Manual over data only: the layer spreads over the expert axis itself."""
+    mesh = make_mesh(4, 2)
+    run = jax.shard_map(
+        lambda p, x: moe(p, x, BASE, mesh=mesh)[0],
+        mesh=mesh,
+        in_specs=(P(), P("data")),
+        out_specs=P("data"),
+        axis_names={"data"},
+        check_vma=False,
+    )
+    close(jax.jit(run)(PARAMS, X), reference()[0])
+
+
+def test_inside_a_shard_map_that_checks_replication():
+    run = jax.shard_map(
+        lambda p, x: moe(p, x, BASE)[0],
+        mesh=make_mesh(4),
+        in_specs=({"router": P(), "experts": P("expert")}, P("expert")),
+        out_specs=P("expert"),
+    )
+    with pytest.raises(ConfigError, match=r"check_vma=True.*check_vma=False works"):
+        run(PARAMS, X)
+
+
+def test_ids_of_a_wider_dtype_do_not_wrap():
+    with jax.enable_x64(True):
+        ids = jnp.full((32, 1), 2**32 + 1, jnp.int64)
+        y, stats = moe(PARAMS, X, BASE, routing=Routing(ids, jnp.ones((32, 1), jnp.float32)))
+        assert int(stats.counts.sum()) == 0 and not bool(y.any())
+
+
+def test_an_infinite_weight_stays_in_its_token():
+    weights = jnp.ones((32, K)).at[5, 0].set(jnp.inf)
+    ids = jnp.asarray(np.arange(32 * K).reshape(32, K) % E, jnp.int32)
+    cfg = config(CommConfig(recv_rows_factor=0.5))
+    y, _ = moe(PARAMS, X, cfg, mesh=make_mesh(4), routing=Routing(ids, weights))
+    assert bool(jnp.isfinite(jnp.delete(y, 5, 0)).all()) and bool(jnp.isinf(y[5]).all())
+
+
+@pytest.mark.parametrize("comm", [dict(capacity_factor=1e308), dict(recv_rows_factor=1e308)], ids=str)
+def test_huge_factors_mean_all_there_is(comm):
+    y, stats = moe(PARAMS, X, config(CommConfig(**comm)), mesh=make_mesh(4))
+    close(y, reference()[0])
+    assert int(stats.dropped_rows) == 0
+
+
+@pytest.mark.parametrize("split", [P("expert"), P(None, "expert"), P()])
+def test_capacity_does_not_depend_on_where_x_lies(split):
+    """First come in the order of x, jitted or not, whatever the sharding."""
+    cfg = config(CommConfig(capacity_factor=0.5))
+    mesh = make_mesh(4)
+    x = jax.device_put(X3, NamedSharding(mesh, split))
+    want, stats = moe(PARAMS, X, cfg)
+    assert int(stats.dropped_rows) > 0
+    close(moe(PARAMS, x, cfg, mesh=mesh)[0], want)
+    close(jax.jit(lambda x: moe(PARAMS, x, cfg, mesh=mesh)[0])(x), want)
+
+
 @pytest.mark.parametrize("mesh", [None, (4, 1)])
 def test_no_tokens_at_all(mesh):
     on = mesh and make_mesh(*mesh)
@@ -438,8 +508,14 @@ GOOD = Routing(jnp.zeros((32, K), jnp.int32), jnp.ones((32, K)))
         (dict(routing=GOOD._replace(experts=jnp.zeros((32, K)))), "routing.experts="),
         (dict(routing=GOOD._replace(experts=jnp.zeros((16, K), jnp.int32))), "routing.experts="),
         (dict(routing=GOOD._replace(probs=jnp.zeros((32, 3)))), "routing.probs="),
+        (dict(routing=Routing(jnp.zeros((32, 0), jnp.int32), jnp.ones((32, 0)))), "routing.experts="),
         (dict(params={**PARAMS, "router": {"kernel": jnp.zeros((H, 3))}}), "params"),
-        (dict(params=init_params(config(num_experts=6), jax.random.key(0))), "params"),
+        (dict(params={}), "params"),
+        (dict(params={"experts": PARAMS["experts"]}), "params"),
+        (dict(params={**PARAMS, "experts": {n: w[:4] for n, w in PARAMS["experts"].items()}}), "params"),
+        (dict(params={**PARAMS, "experts": {**PARAMS["experts"], "down": jnp.zeros((E, 3, H))}}), "params"),
+        (dict(params={**PARAMS, "experts": {**PARAMS["experts"], "up_bias": jnp.zeros((E, I))}}), "params"),
+        (dict(config=config(num_shared_experts=1)), "params"),
         (dict(config=dataclasses.replace(BASE, expert_axis="model", token_axes=("data", "model"))), "expert_axis="),
     ],
     ids=lambda v: v if isinstance(v, str) else "",

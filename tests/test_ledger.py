@@ -83,11 +83,17 @@ def test_published_figures_with_tokens_that_fill_no_expert():
         ([[0] * 8, [0] * 8], 1.0, [0, 0]),
     ],
 )
-@pytest.mark.parametrize("mode", ["packed", "padded", "allgather", "dense"])
+@pytest.mark.parametrize("mode", ["packed", "padded", "allgather"])
 def test_shard_ratio_and_rows_per_rank(counts, ratio, rows, mode):
     ledger = byte_ledger(layer(mode), counts)
     assert ledger["shard_ratio"] == ratio
     assert ledger["rows_per_rank"] == rows
+
+
+def test_dense_loads_every_rank_alike():
+    """Every expert runs on every token, whatever the router says: 8 experts on 4 tokens of each of 2 ranks."""
+    ledger = byte_ledger(layer("dense"), [[8, 0, 0, 0, 0, 0, 0, 0]] * 2, tokens_per_rank=4)
+    assert (ledger["shard_ratio"], ledger["rows_per_rank"]) == (1.0, [32, 32])
 
 
 def test_one_rank_and_the_dense_path_move_nothing():
@@ -189,7 +195,7 @@ def enumerate_bytes(config: MoEConfig, counts: np.ndarray, tokens: int, transpor
                         travels(forward, s, d, control=INT)
         if config.comm.capacity_factor is not None:
             for s, d in pairs:
-                for _ in range(config.num_experts):
+                for _ in range(config.num_experts + 1):  # counts, and the number of tokens
                     travels(forward, s, d, control=INT)
     load = [int(counts[:, :, [e for e in range(experts) if owner(e) == r]].sum()) for r in range(ranks)]
     return {

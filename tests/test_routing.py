@@ -493,3 +493,11 @@ def test_padded_experts_are_never_chosen_by_a_router_of_true_experts():
     c = MoEConfig(8, 4, 6, RouterConfig(top_k=6), comm=CommConfig(mode="dense"))
     stats = run_moe(make_params(c, ranks=4), tokens_and_mask(0)[0], c)[1]
     assert stats.counts.tolist() == [24] * 6
+
+
+def test_a_bias_may_choose_experts_whose_softmax_is_zero():
+    logits, bias = jnp.array([[200.0, 0.0, 0.0, 0.0]]), jnp.array([-10.0, 0.0, 0.0, 0.0])
+    config = RouterConfig(1, selection_bias=True)
+    weights = lambda v: route(v, config, selection_bias=bias).weights.sum()
+    value, grad = jax.value_and_grad(weights)(logits)
+    assert float(value) == 0 and bool(jnp.isfinite(grad).all())

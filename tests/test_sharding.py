@@ -100,7 +100,7 @@ def test_layer_axes_count_missing_token_axes_as_one():
 def test_layer_axes_leave_other_axes_alone_and_keep_the_order_of_token_axes():
     mesh = Mesh(np.array(jax.devices()).reshape(2, 2, 2), ("tensor", "ep", "dp"))
     c = config(expert_axis="ep", token_axes=("dp", "ep"))
-    assert layer_axes(c, mesh) == Axes("ep", ("dp",), ranks=2, replicas=2)
+    assert layer_axes(c, mesh) == Axes("ep", ("dp",), ranks=2, replicas=2, others=True)
     c = config(expert_axis="ep", token_axes=("dp", "tensor", "ep"))
     assert layer_axes(c, mesh) == Axes("ep", ("dp", "tensor"), ranks=2, replicas=4)
 

@@ -31,7 +31,7 @@ def make_plan(experts: jax.Array, config: MoEConfig, *, axis_name: str | None, t
     """experts [T, K] of this rank -> Plan. On the ragged transport this is where the counts are shared.
 
     Args:
-      experts: int32 expert ids; outside [0, num_experts) goes nowhere.
+      experts: int32 expert ids; outside [0, padded num_experts) goes nowhere.
       config: its comm says the path; mode "dense" has no plan.
       axis_name: the expert axis of the surrounding shard_map; None on one device.
       transport: "ragged", "all_to_all" or "all_gather"; packed only.

@@ -45,7 +45,8 @@ def collect(rows: jax.Array, weights: jax.Array, home: Home) -> jax.Array:
     """
     total = jnp.zeros((home.slot.shape[0], rows.shape[1]), jnp.float32)
     for k in range(home.slot.shape[1]):
-        total += weights[:, k, None] * _take(rows, home.slot[:, k]).astype(jnp.float32)  # [T, H]
+        here = jnp.where(home.slot[:, k] < rows.shape[0], weights[:, k], 0)  # an infinite weight is for its own row
+        total += here[:, None] * _take(rows, home.slot[:, k]).astype(jnp.float32)  # [T, H]
     return total
 
 

@@ -45,8 +45,8 @@ def exchange(
     """Moves the plan's rows of all parts to their experts' ranks, or back, in one collective.
 
     Inside shard_map over plan.axis_name. Home buffers are [home rows, width], laid out as `plan.home` says; away
-    buffers [C, width], as `plan.away` says. Rows that nobody sent are zeros. The transpose is the exchange turned
-    round.
+    buffers [C, width], as `plan.away` says. Rows that nobody sent are zeros on the ragged layout; on all_to_all empty
+    home rows travel as well, so leave them zero (`plan.home` says which). The transpose is the exchange turned round.
 
     Args:
       parts: what travels; all home buffers, or with reverse=True all away buffers.

@@ -61,7 +61,8 @@ def ragged_all_to_all(
       axis_name: the mesh axis, of size R.
 
     Returns:
-      [M, ...] the result. Differentiable in operand and output.
+      [M, ...] the result. Differentiable in operand and output, in operand where the slices sent do not overlap: a row
+      sent twice would get one of its two cotangents.
 
     Raises:
       ConfigError: shapes or dtypes that do not fit together.
