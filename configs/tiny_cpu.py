@@ -2,7 +2,7 @@
 
     make compare
 
-About a minute on two cores, compilation included, once the environment is made. Expect packed to take a third of
+About twenty seconds on two cores, compilation included, once the environment is made. Expect packed to take a third of
 dense's time and half of padded's, and to hand its collectives a third of the bytes that padded does. allgather is
 faster still here, where no link charges for its bytes.
 
