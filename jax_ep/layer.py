@@ -103,8 +103,8 @@ def moe(
 
     Works under jit, grad, jax.checkpoint and scan. What travels and the activations of the experts carry checkpoint
     names (`jax_ep.CHECKPOINT_NAMES`): a policy that keeps them all adds no collective to the backward. Inside a
-    shard_map whose manual axes include the expert axis, x and the experts are this rank's own, and the stats are
-    summed over the layer's token axes.
+    shard_map (with check_vma=False) whose manual axes include the expert axis, x and the experts are this rank's own,
+    and the stats are summed over the layer's token axes.
 
     Args:
       params: as `init_params` gives them, for this or any other number of ranks.
