@@ -31,7 +31,8 @@ def _one_of(field: str, value: Any, allowed: tuple[str, ...], works: str | None 
         refuse(field, value, f"must be one of {', '.join(allowed)}", works or allowed[-1])
 
 
-def _positive_int(field: str, value: Any, works: int, least: int = 1) -> None:
+def positive_int(field: str, value: Any, works: int, least: int = 1) -> None:
+    """Refuses what is no integer, Python's or NumPy's, of at least `least`."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < least:
         refuse(field, value, f"must be an integer of at least {least}", works)
 
@@ -75,11 +76,11 @@ class RouterConfig:
     selection_bias: bool = False
 
     def __post_init__(self) -> None:
-        _positive_int("top_k", self.top_k, 2)
+        positive_int("top_k", self.top_k, 2)
         _one_of("score_function", self.score_function, ("sigmoid", "softmax"))
         _one_of("group_score", self.group_score, ("top2_sum", "max"))
-        _positive_int("num_groups", self.num_groups, 1)
-        _positive_int("top_k_groups", self.top_k_groups, 1)
+        positive_int("num_groups", self.num_groups, 1)
+        positive_int("top_k_groups", self.top_k_groups, 1)
         _positive_number("scale", self.scale, 1.0)
         for field in ("normalize_weights", "softmax_after_top_k", "logit_bias", "selection_bias"):
             _boolean(field, getattr(self, field))
@@ -203,16 +204,16 @@ class MoEConfig:
     shard_sequence: bool | None = None
 
     def __post_init__(self) -> None:
-        _positive_int("hidden_size", self.hidden_size, 512)
-        _positive_int("intermediate_size", self.intermediate_size, 1024)
-        _positive_int("num_experts", self.num_experts, 8)
+        positive_int("hidden_size", self.hidden_size, 512)
+        positive_int("intermediate_size", self.intermediate_size, 1024)
+        positive_int("num_experts", self.num_experts, 8)
         for field, works in (("router", RouterConfig(2)), ("comm", CommConfig()), ("overlap", OverlapConfig())):
             if not isinstance(getattr(self, field), type(works)):
                 refuse(field, getattr(self, field), f"must be a {type(works).__name__}", works)
         _one_of("activation", self.activation, ACTIVATIONS)
         _boolean("expert_bias", self.expert_bias)
         _boolean("shared_gate", self.shared_gate)
-        _positive_int("num_shared_experts", self.num_shared_experts, 0, least=0)
+        positive_int("num_shared_experts", self.num_shared_experts, 0, least=0)
         router, experts = self.router, self.num_experts
         if router.top_k > experts:
             most = min(2, experts, router.top_k_groups * max(1, experts // router.num_groups))
@@ -235,7 +236,7 @@ class MoEConfig:
             if self.shared_gate:
                 refuse("shared_gate", True, "there are no shared experts (num_shared_experts=0)", False)
         elif self.shared_intermediate_size is not None:
-            _positive_int("shared_intermediate_size", self.shared_intermediate_size, self.intermediate_size)
+            positive_int("shared_intermediate_size", self.shared_intermediate_size, self.intermediate_size)
         for field in ("dtype", "param_dtype"):
             object.__setattr__(self, field, _dtype_name(field, getattr(self, field)))
         axes = self.token_axes
@@ -304,7 +305,7 @@ class ModelConfig:
     def __post_init__(self) -> None:
         works = {"vocab_size": 32000, "num_layers": 4, "num_heads": 8, "num_kv_heads": 1, "head_dim": 64}
         for field, value in works.items():
-            _positive_int(field, getattr(self, field), value)
+            positive_int(field, getattr(self, field), value)
         if self.num_heads % self.num_kv_heads:
             refuse("num_kv_heads", self.num_kv_heads, f"must divide num_heads={self.num_heads}", 1)
         if not isinstance(self.moe, MoEConfig):
@@ -336,5 +337,5 @@ class WorkloadConfig:
     def __post_init__(self) -> None:
         works = {"batch_size": 8, "sequence_length": 64, "expert_parallel": 8, "data_parallel": 1, "runs": 5}
         for field, value in works.items():
-            _positive_int(field, getattr(self, field), value)
-        _positive_int("warmup", self.warmup, 2, least=0)
+            positive_int(field, getattr(self, field), value)
+        positive_int("warmup", self.warmup, 2, least=0)

@@ -186,8 +186,7 @@ def _on_mesh(
     if theirs:  # inside, the compiler spreads the work over the user's other axes, as it does over Auto ones
         outs = (NamedSharding(mesh, y_spec), NamedSharding(mesh, P()))
         run = jax.sharding.auto_axes(run, axes=theirs, out_sharding=outs)
-    y, stats = run(params, x, token_mask, routing)
-    return y, stats
+    return run(params, x, token_mask, routing)
 
 
 def _check(x: jax.Array, config: MoEConfig, mask: jax.Array | None, routing: Routing | None) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep.config import MoEConfig, refuse
+from jax_ep.config import MoEConfig, positive_int, refuse
 from jax_ep.plan import quota
 from jax_ep.transport.parts import header_rows
 
@@ -123,8 +123,7 @@ def _checked(counts: Any, config: MoEConfig) -> np.ndarray:
 def _tokens(field: str, value: Any, inferred: int) -> int:
     if value is None:
         return inferred
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
-        refuse(field, value, "must be an integer of at least 0", inferred)
+    positive_int(field, value, inferred, least=0)
     return int(value)
 
 

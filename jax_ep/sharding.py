@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_ep.config import ConfigError, MoEConfig, refuse
+from jax_ep.config import ConfigError, MoEConfig, positive_int, refuse
 
 
 def make_mesh(expert: int, data: int = 1, devices: Sequence[Any] | None = None) -> Mesh:
@@ -29,9 +29,8 @@ def make_mesh(expert: int, data: int = 1, devices: Sequence[Any] | None = None) 
     Raises:
       ConfigError: a size below 1, or more devices asked for than there are.
     """
-    for field, value in (("expert", expert), ("data", data)):
-        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-            refuse(field, value, "must be an integer of at least 1", 1)
+    positive_int("expert", expert, 1)
+    positive_int("data", data, 1)
     have = list(jax.devices() if devices is None else devices)
     need = data * expert
     if need > len(have) or (devices is not None and need != len(have)):

@@ -235,8 +235,12 @@ def test_what_overflows_in_an_expert_nobody_asked_adds_nothing():
     forced = Routing(jnp.full((32, 1), 2, jnp.int32), jnp.ones((32, 1)))
     for mode in ("dense", "packed"):
         cfg = config(CommConfig(mode=mode), dtype="float16")
-        run = jax.grad(lambda x, cfg=cfg: moe({**PARAMS, "experts": big}, x, cfg, routing=forced)[0].sum())
-        assert bool(jnp.isfinite(run(X)).all()), mode
+        run = jax.value_and_grad(lambda p, x, cfg=cfg: moe(p, x, cfg, routing=forced)[0].sum(), (0, 1))
+        for leaf in jax.tree.leaves(run({**PARAMS, "experts": big}, X)):
+            assert bool(jnp.isfinite(leaf).all()), mode
+        broken = {**PARAMS, "experts": {n: w.at[3].set(jnp.nan) for n, w in big.items()}}
+        value, (_, d_x) = run(broken, X)
+        assert bool(jnp.isfinite(value)) and bool(jnp.isfinite(d_x).all()), mode
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])

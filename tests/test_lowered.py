@@ -6,8 +6,9 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_ep import CHECKPOINT_NAMES, CommConfig, MoEConfig, RouterConfig, init_params, make_mesh, moe
@@ -143,6 +144,23 @@ def test_a_sequence_over_the_expert_axis_adds_no_collective():
     by_batch = MoEConfig(H, I, E, RouterConfig(K), comm=cfg.comm, shard_sequence=False)
     cfg = by_batch
     assert compiled((8, 8, H), P(("data", "expert"))) == flat
+
+
+@pytest.mark.parametrize("weights", [P("expert", None, "tensor"), P("expert", "tensor")], ids=str)
+def test_the_compiler_finds_no_loop_for_its_own_collectives(weights):
+    """On a mesh with a further axis it partitions the experts' products. In a loop that ranks leave at different times
+    its collectives would wait for each other for ever.
+    """
+    grid = np.array(jax.devices()).reshape(2, 2, 2)
+    mesh = Mesh(grid, ("data", "expert", "tensor"), axis_types=(AxisType.Auto,) * 3)
+    params = init_params(config(**ONE_ROUND), jax.random.key(0))
+    place = {"router": NamedSharding(mesh, P()), "experts": NamedSharding(mesh, weights)}
+    layouts = {group: jax.tree.map(lambda _, group=group: place[group], sub) for group, sub in params.items()}
+    x_layout = NamedSharding(mesh, P(("data", "expert"), "tensor"))
+    run = jax.jit(with_backward(config(**ONE_ROUND), mesh), in_shardings=(layouts, x_layout))
+    counted = count_collectives(run.lower(params, jnp.zeros((T, H))).compile().as_text())
+    assert counted["all_to_all"].straight >= 4  # the layer's, and some of the partitioner's
+    assert not any(count.loop for count in counted.values()), counted
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])

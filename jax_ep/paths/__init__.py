@@ -5,8 +5,9 @@ Letters: T tokens, K top_k, H hidden, M rows beside the experts.
     plan = make_plan(routing.experts, config, axis_name="expert")
     dispatched = dispatch(x, routing, plan, config)
     rows = expert_fn(dispatched.rows, dispatched.index, dispatched.group_sizes, dispatched.weights, params)
-    y = combine(rows, dispatched, routing, config)            # + packed.extra_rounds, where config allows several
-    rounds
+    y = combine(rows, dispatched, routing, config)
+
+Where config allows packed several rounds, packed.extra_rounds gives what the later ones add.
 
 One rank (axis_name None, or an axis of size 1) exchanges nothing, in any mode.
 """

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from jax_ep import plan as planning
 from jax_ep.config import CommConfig
@@ -53,5 +52,5 @@ def geometry(comm: CommConfig, tokens: int, top_k: int, padded_experts: int, ran
 def grouped(rows: jax.Array, experts: jax.Array, weights: jax.Array, plan: Plan, num_experts: int) -> Dispatched:
     """Dispatched for rows [M, H] that are here already: experts [M, K] local ids, weights [M, K] applied here."""
     order, sizes = planning.sort_by_expert(experts.reshape(-1), num_experts)
-    sorted_weights = jnp.asarray(weights).reshape(-1)[order]  # [M * K]
+    sorted_weights = weights.reshape(-1)[order]  # [M * K]
     return Dispatched(rows, order // experts.shape[1], sizes, sorted_weights, plan)

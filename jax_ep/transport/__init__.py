@@ -71,7 +71,7 @@ def exchange(
             rule = f"must be [{wanted}, width], the {'away' if reverse else 'home'} rows of this plan"
             refuse(f"parts[{i}].rows", list(part.rows.shape), rule, [wanted, *part.rows.shape[1:2]])
     rows = tuple(p.rows for p in parts)
-    head = planning.header(plan) if with_counts and not plan.geometry.ragged else None
+    head = planning.header(plan) if with_counts and not g.ragged else None
     moved, told = _move(reverse, rows, head, plan, step)
     if told is not None:
         plan = planning.finish_all_to_all(plan, checkpoint_name(told, "moe_counts"))
