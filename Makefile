@@ -4,6 +4,7 @@
 #   make compare ARGS="--backward"      arguments of scripts/compare.py
 #   make test                           the tests;  ARGS="tests/test_plan.py -x" goes to pytest
 #   make bench                          grouped products and the one-device layer against dense ones
+#   make temporaries                    memory of the layer on 8 x RTX 4090, compiled here: its own environment, about 5 GB
 #   make lint                           ruff and mypy
 #   make clean                          removes the environment
 #
@@ -16,7 +17,7 @@ ARGS ?=
 
 RUN := $(VENV)/bin/python
 
-.PHONY: compare test bench lint clean
+.PHONY: compare test bench temporaries lint clean
 .DELETE_ON_ERROR:
 
 compare: $(VENV)/.installed-plot
@@ -27,6 +28,10 @@ test: $(VENV)/.installed-test
 
 bench: $(VENV)/.installed-plot
 	$(RUN) scripts/bench_grouped.py $(ARGS)
+
+temporaries:
+	$(MAKE) --no-print-directory .venv-aot/.installed-aot VENV=.venv-aot
+	.venv-aot/bin/python scripts/temporaries.py $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(RUN) -m ruff check .

@@ -1,10 +1,11 @@
 """Mixture-of-experts layers for JAX and Flax, experts spread over devices with explicit packed exchanges."""
 
-from jax_ep.config import CommConfig, ConfigError, ModelConfig, MoEConfig, OverlapConfig, RouterConfig, WorkloadConfig
+from jax_ep.config import CommConfig, ConfigError, MoEConfig, OverlapConfig, RouterConfig, WorkloadConfig
 from jax_ep.grouped import grouped_matmul
 from jax_ep.layer import MoELayer, init_params, moe, param_shardings
-from jax_ep.ledger import byte_ledger
+from jax_ep.ledger import byte_ledger, count_routing
 from jax_ep.local import CHECKPOINT_NAMES
+from jax_ep.model_config import ModelConfig, RopeConfig
 from jax_ep.paths import Dispatched, combine, dispatch, make_plan
 from jax_ep.plan import Plan
 from jax_ep.routing import MoEStats, Routing, balance_loss, balanced_routing, route, router_logits, z_loss
@@ -23,6 +24,7 @@ __all__ = [
     "OverlapConfig",
     "Part",
     "Plan",
+    "RopeConfig",
     "RouterConfig",
     "Routing",
     "WorkloadConfig",
@@ -30,6 +32,7 @@ __all__ = [
     "balanced_routing",
     "byte_ledger",
     "combine",
+    "count_routing",
     "dispatch",
     "exchange",
     "grouped_matmul",

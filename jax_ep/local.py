@@ -20,10 +20,9 @@ from jax_ep import plan as planning
 from jax_ep.config import MoEConfig
 from jax_ep.experts import apply_experts, shared_mlp
 from jax_ep.paths import dense, packed
+from jax_ep.plan import Plan
 from jax_ep.routing import MoEStats, Routing, route, router_logits
 from jax_ep.sharding import Axes
-
-_NOWHERE = jnp.iinfo(jnp.int32).max
 
 CHECKPOINT_NAMES = (
     "moe_dispatched",  # rows beside their experts [C, H]
@@ -80,39 +79,64 @@ def routed(
     expert_params: Any, x: jax.Array, routing: Routing, config: MoEConfig, axes: Axes, transport: str
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """plan, dispatch, experts, combine: y [t, H] float32, rounds, rows on the wire."""
-    # Buffers have slack; this many rows are to be expected on each rank.
-    expected = routing.experts.size
+    comm, loops = config.comm, not axes.others
+    exchanged = comm.mode == "packed" and axes.ranks > 1
+    sizes = planning.pieces(x.shape[0], comm.num_chunks) if exchanged else x.shape[:1]
+    cuts = np.cumsum(sizes)[:-1]
+    xs, routings = jnp.split(x, cuts), [Routing(*both) for both in zip(*(jnp.split(a, cuts) for a in routing[:2]))]
+    # Buffers have slack; this many rows are to be expected on each rank: of one piece, and of its own experts.
+    own = exchanged and comm.num_chunks > 1
+    expected = max(1, routing.experts.size * (axes.ranks - own) // (axes.ranks * len(sizes)))
+    expected_own = max(1, routing.experts.size // axes.ranks)
 
     def expert_fn(rows: jax.Array, index: jax.Array, sizes: jax.Array, weights: jax.Array | None, p: Any) -> jax.Array:
-        loops = not axes.others
         return apply_experts(rows, index, sizes, weights, p, config, expected_rows=expected, loops=loops)
 
+    def own_fn(rows: jax.Array, index: jax.Array, sizes: jax.Array, weights: jax.Array | None, p: Any) -> jax.Array:
+        return apply_experts(rows, index, sizes, weights, p, config, expected_rows=expected_own, loops=loops)
+
     with jax.named_scope("plan"):
-        plan = paths.make_plan(routing.experts, config, axis_name=axes.expert, transport=transport)
+        ids = [r.experts for r in routings]
+        plans = paths.make_plans(ids, config, axis_name=axes.expert, transport=transport)
     with jax.named_scope("dispatch"):
-        dispatched = paths.dispatch(x, routing, plan, config)
+        arrived = [paths.dispatch(*piece, config) for piece in zip(xs, routings, plans)]
+    plans = [d.plan for d in arrived]
     with jax.named_scope("experts"):
-        rows = expert_fn(dispatched.rows, dispatched.index, dispatched.group_sizes, dispatched.weights, expert_params)
+        rows = [paths.run_experts(expert_fn, d, expert_params, loops) for d in arrived]
     with jax.named_scope("combine"):
-        y = paths.combine(rows, dispatched, routing, config)
-    plan, g = dispatched.plan, dispatched.plan.geometry
+        ys = [paths.combine(*piece, config) for piece in zip(rows, arrived, routings)]
+    g = plans[0].geometry
     if g.ranks == 1:
-        return y, jnp.int32(0), jnp.int32(0)
-    if config.comm.mode == "allgather":
-        return y, jnp.int32(1), jnp.int32((g.ranks - 1) * g.tokens)
-    if config.comm.mode == "padded":
-        return y, jnp.int32(1), jnp.int32((g.ranks - 1) * g.quota)
-    if axes.others and axes.outer and g.max_rounds > 1:
+        return ys[0], jnp.int32(0), jnp.int32(0)
+    if comm.mode == "allgather":
+        return ys[0], jnp.int32(1), jnp.int32((g.ranks - 1) * g.tokens)
+    if comm.mode == "padded":
+        return ys[0], jnp.int32(1), jnp.int32((g.ranks - 1) * g.quota)
+    if axes.others and axes.outer and any(plan.geometry.max_rounds > 1 for plan in plans):
         # The compiler may put collectives over all devices into the loop of rounds: all have to take the same number.
-        plan = dataclasses.replace(plan, rounds=jax.lax.pmax(plan.rounds, axes.outer))
+        most = jax.lax.pmax(jnp.stack([plan.rounds for plan in plans]), axes.outer)
+        plans = [dataclasses.replace(plan, rounds=most[i]) for i, plan in enumerate(plans)]
     with jax.named_scope("extra_rounds"):
-        more = packed.extra_rounds(x, routing.weights, expert_params, plan, expert_fn)
+        for i, piece in enumerate(zip(xs, routings)):
+            more = packed.extra_rounds(*piece, expert_params, plans[i], expert_fn, config, loops)
+            ys[i] = ys[i] if more is None else ys[i] + more
+    y = jnp.concatenate(ys)
+    if own:
+        with jax.named_scope("own_experts"):
+            here = packed.own_experts(x, routing, plans[0], config)
+            y = y + paths.run_experts(own_fn, here, expert_params, loops)
+    rounds = jnp.stack([plan.rounds for plan in plans])
+    wire = [_wire_rows(plan) for plan in plans]
+    return y, rounds.max(), sum(wire[1:], wire[0])
+
+
+def _wire_rows(plan: Plan) -> jax.Array:
+    """Rows that this rank's dispatches hand to collectives for other ranks, empty ones included."""
+    g = plan.geometry
     assert plan.rounds is not None
     if g.ragged:
-        wire = plan.send_counts.sum() - plan.send_counts[plan.rank]
-    else:
-        wire = plan.rounds * ((g.ranks - 1) * g.quota)
-    return (y if more is None else y + more), plan.rounds, wire.astype(jnp.int32)
+        return (plan.send_counts.sum() - plan.send_counts[plan.rank]).astype(jnp.int32)
+    return (plan.rounds * ((g.ranks - 1) * g.messages * g.quota)).astype(jnp.int32)
 
 
 def tidy(routing: Routing, mask: jax.Array | None, config: MoEConfig) -> tuple[Routing, MoEStats]:
@@ -127,7 +151,7 @@ def tidy(routing: Routing, mask: jax.Array | None, config: MoEConfig) -> tuple[R
         tokens = mask.sum(dtype=jnp.int32)
         probs = None if probs is None else jnp.where(mask[:, None], probs, 0)
         lse = None if lse is None else jnp.where(mask, lse, 0)
-    experts = jnp.where(real, experts, _NOWHERE)
+    experts = jnp.where(real, experts, packed.NOWHERE)
     weights = jnp.where(real, routing.weights.astype(jnp.float32), 0)
     counts = planning.count(experts.reshape(-1), e)
     prob_sum = jnp.zeros(e, jnp.float32) if probs is None else probs.astype(jnp.float32).sum(0)
@@ -149,7 +173,7 @@ def apply_capacity(routing: Routing, sums: MoEStats, config: MoEConfig, axes: Ax
     capacity = planning.capacity(factor, tokens, experts.shape[1], e)
     kept = planning.kept_under_capacity(experts, e, ahead, capacity)
     dropped = ((experts < e) & ~kept).sum(dtype=jnp.int32)
-    return Routing(jnp.where(kept, experts, _NOWHERE), jnp.where(kept, routing.weights, 0)), dropped
+    return Routing(jnp.where(kept, experts, packed.NOWHERE), jnp.where(kept, routing.weights, 0)), dropped
 
 
 def reduce_stats(stats: MoEStats, axes: Axes) -> MoEStats:

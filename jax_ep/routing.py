@@ -40,8 +40,8 @@ class MoEStats(NamedTuple):
       lse_sq_sum: float32, summed squared logsumexp; zero when a Routing without `logsumexp` was given.
       dropped_rows: int32, assignments that found no room (only with capacity_factor).
       rounds: int32, exchanges each dispatch took, the largest over devices; 0 where nothing is exchanged.
-      wire_rows: int32, rows handed to the dispatch collective for other ranks, empty rows included, header rows not;
-        the simulation transport all_gather counts as the ragged one it stands for.
+      wire_rows: int32, rows handed to the dispatch collectives for other ranks, empty rows included; the simulation
+        transport all_gather counts as the ragged one it stands for.
     """
 
     tokens: jax.Array

@@ -75,11 +75,16 @@ REFUSALS = [
         for mode in ("dense", "allgather", "padded")
     ],
     *[(CommConfig, "capacity_factor", 1.0, {"mode": mode}, "drops nothing") for mode in ("dense", "allgather")],
-    (CommConfig, "dedup", True, {}, "not built yet"),
-    (CommConfig, "num_chunks", 2, {}, "not built yet"),
-    (CommConfig, "num_chunks", True, {}, "not built yet"),
-    (CommConfig, "wire_dtype", "int8", {}, "not built yet"),
-    (CommConfig, "messages", "expert", {}, "not built yet"),
+    *[
+        (CommConfig, field, value, {"mode": mode}, 'only mode="packed" reads it')
+        for field, value in (("dedup", True), ("num_chunks", 2), ("wire_dtype", "int8"), ("messages", "expert"))
+        for mode in ("dense", "allgather", "padded")
+    ],
+    (CommConfig, "dedup", 1, {}, "must be True or False"),
+    *[(CommConfig, "num_chunks", bad, {}, "must be an integer of at least 1") for bad in (0, -1, 2.0, True, None)],
+    *[(CommConfig, "wire_dtype", bad, {}, "must be one of int8, float8_e4m3fn") for bad in ("int4", "bfloat16", 8)],
+    (CommConfig, "messages", "token", {}, "must be one of rank, expert"),
+    (CommConfig, "messages", "expert", {"dedup": True}, "a row serves several experts"),
     (OverlapConfig, "delay_wgrad_compute", True, {}, "not built yet"),
     *[
         (model, field, bad, {}, "must be an integer of at least 1")

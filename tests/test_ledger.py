@@ -14,7 +14,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_ep import CommConfig, ConfigError, MoEConfig, RouterConfig, Routing, byte_ledger, init_params, make_mesh, moe
+from jax_ep import (
+    CommConfig,
+    ConfigError,
+    MoEConfig,
+    RouterConfig,
+    Routing,
+    byte_ledger,
+    count_routing,
+    init_params,
+    make_mesh,
+    moe,
+)
 
 FIGURES = ("payload", "payload_remote", "metadata", "control", "wire")
 INT = FLOAT = 4
@@ -53,13 +64,13 @@ def test_published_figures(counts, transport):
 
 
 def test_published_figures_of_every_part():
-    """Tokens spread evenly: half of all rows are remote; the headers are 5 integers a pair, in a row of 1024 bytes."""
+    """Tokens spread evenly: half of all rows are remote; the headers are 5 integers for each of two pairs."""
     counts = spread_tokens()
     ragged = byte_ledger(layer(transport="ragged", **PUBLISHED), counts)
     control = 2 * 8 * 4
     assert ragged["forward"] == dict(zip(FIGURES, (262144, 131072, 0, control, 131072 + control)))
     dense = byte_ledger(layer(transport="all_to_all", factor=1.0, **PUBLISHED), counts)
-    assert dense["forward"] == dict(zip(FIGURES, (262144, 131072, 0, 2 * 1024, 131072 + 2 * 1024)))
+    assert dense["forward"] == dict(zip(FIGURES, (262144, 131072, 0, 2 * 5 * 4, 131072 + 2 * 5 * 4)))
     assert (ragged["rounds"], dense["rounds"]) == (1, 1)
     padded = byte_ledger(layer("padded", **PUBLISHED), counts)["forward"]
     assert (padded["payload"], padded["payload_remote"], padded["metadata"]) == (524288, 262144, 2 * 64 * INT)
@@ -175,10 +186,8 @@ def enumerate_bytes(config: MoEConfig, counts: np.ndarray, tokens: int, transpor
                 for (source, expert), step in zip(rows, when, strict=True):
                     filled[source, owner(expert), step] += 1
                 for s, d in pairs:
-                    header = 0
-                    while header < (math.ceil(experts / ranks) + 1) * INT:
-                        header += row
-                    travels(forward, s, d, control=header)
+                    for _ in range(math.ceil(experts / ranks) + 1):  # counts, and the largest
+                        travels(forward, s, d, control=INT)
                     for step in range(last + 1):
                         for _ in range(q - filled[s, d, step]):
                             for sums, there, back in (
@@ -304,9 +313,27 @@ RUNS = {
     "packed ragged 0.5, data 2": ((4, 2), layer(transport="ragged", factor=0.5)),
     "packed all_gather 2": ((4,), layer(transport="all_gather", factor=2.0, experts=6)),
     "packed all_to_all, worst case": ((2,), layer(factor=None, dtype="bfloat16")),
+    "dedup all_to_all 0.5, data 2": ((4, 2), layer(factor=0.5, experts=6, dedup=True)),
+    "dedup ragged 0.5": ((4,), layer(transport="ragged", factor=0.5, experts=16, dedup=True, wire_dtype="int8")),
+    "chunks all_to_all 0.5": ((4,), layer(factor=0.5, num_chunks=3, wire_dtype="float8_e4m3fn", dtype="bfloat16")),
+    "chunks ragged 0.5, data 2": ((4, 2), layer(transport="ragged", factor=0.5, num_chunks=3)),
+    "chunks dedup all_to_all 0.5": ((4,), layer(factor=0.5, experts=16, dedup=True, num_chunks=2)),
+    "per expert all_to_all 0.5": ((4,), layer(factor=0.5, messages="expert")),
+    "per expert ragged 0.5": ((4,), layer(transport="ragged", factor=0.5, messages="expert", num_chunks=2)),
     "padded, data 2": ((4, 2), layer("padded")),
     "allgather": ((4,), layer("allgather")),
 }
+
+
+def row_bytes(config: MoEConfig, ranks: int) -> int:
+    """A row to the experts, what travels beside it, and one home."""
+    comm, k, home = config.comm, config.router.top_k, config.hidden_size * ELEMENT[config.dtype]
+    beside = {"allgather": k * (INT + FLOAT), "padded": INT}.get(comm.mode, 0)
+    if comm.dedup:
+        beside += min(k, math.ceil(config.num_experts / ranks)) * (INT + FLOAT)
+    if comm.wire_dtype is not None:
+        return config.hidden_size + math.ceil(config.hidden_size / 128) * FLOAT + beside + home
+    return home + beside + home
 
 
 @functools.cache
@@ -334,20 +361,16 @@ def draw_routing(skew: str, experts: int) -> np.ndarray:
 def test_rounds_and_wire_rows_of_real_runs_agree(name):
     (ranks, *replicas), config = RUNS[name]
     replicas = replicas[0] if replicas else 1
-    row = config.hidden_size * ELEMENT[config.dtype]
     share = TOKENS // (ranks * replicas)
     for skew in ("even", "zipf", "one expert"):
         routing = draw_routing(skew, config.num_experts)
-        counts = np.zeros((replicas, ranks, config.num_experts), np.int64)
-        for token, chosen in enumerate(routing):
-            for expert in chosen[chosen < config.num_experts]:
-                counts[token // (ranks * share), token // share % ranks, expert] += 1
+        counts = count_routing(routing, config, ranks=ranks, replicas=replicas)
         ledger = byte_ledger(config, counts, tokens_per_rank=share)
         stats = runner(name)(routing)
         assert int(stats.rounds) == ledger["rounds"]
         forward = ledger["forward"]
-        assert 2 * int(stats.wire_rows) * row == forward["wire"] - forward["metadata"] - forward["control"]
-        assert stats.counts.tolist() == counts.sum((0, 1)).tolist()
+        assert int(stats.wire_rows) * row_bytes(config, ranks) == forward["wire"] - forward["control"]
+        assert stats.counts.tolist() == counts.assignments.sum((0, 1, 2))[: config.num_experts].tolist()
         if skew == "one expert" and config.comm.recv_rows_factor == 0.5:
             assert ledger["rounds"] > 1
 
@@ -385,11 +408,21 @@ def subjaxprs(params: dict[str, Any]):
         {"mode": "packed", "recv_rows_factor": None},
         {"mode": "packed", "recv_rows_factor": 0.5},
         {"mode": "packed", "recv_rows_factor": 2.0, "capacity_factor": 1.0},
+        {"mode": "packed", "recv_rows_factor": None, "dedup": True},
+        {"mode": "packed", "recv_rows_factor": 0.5, "dedup": True},
+        {"mode": "packed", "recv_rows_factor": None, "num_chunks": 3},
+        {"mode": "packed", "recv_rows_factor": 0.5, "num_chunks": 3},
+        {"mode": "packed", "recv_rows_factor": None, "wire_dtype": "int8"},
+        {"mode": "packed", "recv_rows_factor": 0.5, "wire_dtype": "float8_e4m3fn"},
+        {"mode": "packed", "recv_rows_factor": None, "messages": "expert"},
+        {"mode": "packed", "recv_rows_factor": 0.5, "messages": "expert"},
+        {"mode": "packed", "recv_rows_factor": 0.5, "dedup": True, "num_chunks": 2, "wire_dtype": "int8"},
+        {"mode": "packed", "recv_rows_factor": 0.5, "messages": "expert", "num_chunks": 2, "wire_dtype": "int8"},
         {"mode": "padded"},
         {"mode": "padded", "capacity_factor": 1.0},
         {"mode": "allgather"},
     ],
-    ids=lambda c: "-".join(map(str, c.values())),
+    ids=lambda c: "-".join(f"{k}={v}" if k in ("dedup", "num_chunks") else str(v) for k, v in c.items()),
 )
 def test_wire_equals_the_collectives_of_the_traced_program(comm, dtype):
     """Forward, and forward + backward with respect to inputs, router and experts, on 2 replicas of 4 ranks."""
@@ -399,9 +432,10 @@ def test_wire_equals_the_collectives_of_the_traced_program(comm, dtype):
     params = jax.eval_shape(lambda: init_params(config, jax.random.key(0), ranks=ranks))
     x = jax.ShapeDtypeStruct((share * ranks * replicas, 5), dtype)
     run = lambda p, v: moe(p, v, config, mesh=mesh)[0].sum()
-    counts = np.zeros((replicas, ranks, 6), np.int64)
-    counts[:, :, 0] = share  # the fullest pair holds `share` rows on every replica
-    counts[:, 1, 4] = share
+    experts = np.full((replicas, ranks, share, k), 6)
+    experts[..., 0] = 0  # the fullest message holds all tokens of a rank, in every piece and on every replica
+    experts[:, 1, :, 1] = 4
+    counts = count_routing(experts, config, ranks=ranks, replicas=replicas)
     ledger = byte_ledger(config, counts, tokens_per_rank=share)
     trips = ledger["rounds"] - 1
     assert (trips > 0) == (comm.get("recv_rows_factor") == 0.5)
@@ -410,6 +444,25 @@ def test_wire_equals_the_collectives_of_the_traced_program(comm, dtype):
     devices = ranks * replicas
     assert forward * devices == ledger["forward"]["wire"]
     assert (both - forward) * devices == ledger["backward"]["wire"]
+
+
+def count_bytes(jaxpr: Any) -> int:
+    """Bytes of [source, destination, piece, expert] counts that one rank gathers, its own included."""
+    here = (v.aval for e in jaxpr.eqns if e.params.get("name") == "moe_counts" for v in e.outvars if v.aval.ndim == 4)
+    below = (count_bytes(sub) for eqn in jaxpr.eqns for sub in subjaxprs(eqn.params))
+    return sum(a.size * a.dtype.itemsize for a in here) + sum(below)
+
+
+@pytest.mark.parametrize("transport", ["ragged", "all_gather"])
+@pytest.mark.parametrize("comm", [{}, {"dedup": True}, {"num_chunks": 3}, {"dedup": True, "num_chunks": 3}], ids=str)
+def test_control_equals_the_counts_that_the_traced_program_gathers(comm, transport):
+    ranks, share = 4, 6
+    config = layer(transport=transport, factor=1.0, experts=6, **comm)
+    params = jax.eval_shape(lambda: init_params(config, jax.random.key(0), ranks=ranks))
+    x = jax.ShapeDtypeStruct((share * ranks, config.hidden_size), config.dtype)
+    jaxpr = jax.make_jaxpr(lambda p, v: moe(p, v, config, mesh=make_mesh(ranks))[0])(params, x).jaxpr
+    counts = count_routing(np.zeros((share * ranks, 2), int), config, ranks=ranks)
+    assert count_bytes(jaxpr) * (ranks - 1) == byte_ledger(config, counts)["forward"]["control"]
 
 
 # --------------------------------------------------------------------------------------------------------------- errors

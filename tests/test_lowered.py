@@ -78,7 +78,36 @@ def test_packed_all_to_all_needs_no_control_collective():
 def test_padded_and_allgather_exchanges():
     assert counts(lowered("forward", config(mode="padded"))) == exactly(all_to_all=2)
     assert counts(lowered("backward", config(mode="padded"))) == exactly(all_to_all=4)
-    assert counts(lowered("forward", config(mode="allgather"))) == exactly(all_gather=3, reduce_scatter=1)
+    assert counts(lowered("forward", config(mode="allgather"))) == exactly(all_gather=1, reduce_scatter=1)
+    # Cotangents of the sums go to everyone; those of tokens and of weights come home.
+    assert counts(lowered("backward", config(mode="allgather"))) == exactly(all_gather=2, reduce_scatter=3)
+
+
+@pytest.mark.parametrize("transport", ["ragged", "all_to_all"])
+@pytest.mark.parametrize(
+    ("kind", "pieces"),
+    [({"dedup": True}, 1), ({"wire_dtype": "int8"}, 1), ({"dedup": True, "wire_dtype": "float8_e4m3fn"}, 1)]
+    + [({"num_chunks": n, "dedup": dedup}, n) for n in (2, 3) for dedup in (False, True)],
+    ids=str,
+)
+def test_what_travels_beside_the_rows_adds_no_collective(kind, pieces, transport):
+    """Two payload collectives a piece forward, two more with the backward; one of counts for all pieces, or none."""
+    cfg = config(transport=transport, **kind, **ONE_ROUND)
+    name, control = {"ragged": ("ragged_all_to_all", 1)}.get(transport, (transport, 0))
+    for direction, each in (("forward", 2), ("backward", 4)):
+        text = lowered(direction, cfg)
+        assert counts(text) == exactly(**{name: each * pieces}, **({"all_gather": 1} if control else {}))
+        assert counts(text, loop=True) == exactly() and "stablehlo.while" not in text
+
+
+def test_a_message_an_expert():
+    """One collective on ragged; on all_to_all one a local expert."""
+    ragged = config(transport="ragged", messages="expert", **ONE_ROUND)
+    assert counts(lowered("forward", ragged)) == exactly(ragged_all_to_all=2, all_gather=1)
+    assert counts(lowered("backward", ragged)) == exactly(ragged_all_to_all=4, all_gather=1)
+    loop = config(transport="all_to_all", messages="expert", **ONE_ROUND)
+    assert counts(lowered("forward", loop)) == exactly(all_to_all=2 * E // 4)
+    assert counts(lowered("backward", loop)) == exactly(all_to_all=4 * E // 4)
 
 
 @pytest.mark.parametrize("transport", ["ragged", "all_to_all"])
@@ -88,12 +117,14 @@ def test_a_loop_only_where_rounds_can_be_needed(transport):
     for kind in ("forward", "backward"):
         assert counts(lowered(kind, once), loop=True) == exactly()
         assert lowered(kind, once).count("stablehlo.while") == 0
-    more = config(transport=transport, recv_rows_factor=1.0)
-    straight, loop = counts(lowered("forward", more)), counts(lowered("forward", more), loop=True)
-    assert straight[name] == 2 and loop[name] == 2
-    straight, loop = counts(lowered("backward", more)), counts(lowered("backward", more), loop=True)
-    # Forward, and a backward that sends rows and cotangents in one exchange and brings both gradients back in another.
-    assert straight[name] == 4 and loop == exactly(**{name: 4})
+    for kind in ({}, {"dedup": True}, {"wire_dtype": "int8"}):
+        more = config(transport=transport, recv_rows_factor=1.0, **kind)
+        straight, loop = counts(lowered("forward", more)), counts(lowered("forward", more), loop=True)
+        assert straight[name] == 2 and loop[name] == 2
+        straight, loop = counts(lowered("backward", more)), counts(lowered("backward", more), loop=True)
+        # Forward, and a backward that sends rows and cotangents in one exchange and brings both gradients back in
+        # another.
+        assert straight[name] == 4 and loop == exactly(**{name: 4})
 
 
 @pytest.mark.parametrize("mode", ["dense", "allgather", "padded", "packed"])
@@ -106,9 +137,10 @@ def test_one_reduction_for_statistics_and_no_call_to_the_host(mode, data):
 
 
 @pytest.mark.parametrize("transport", ["ragged", "all_to_all"])
+@pytest.mark.parametrize("kind", [{}, {"dedup": True, "wire_dtype": "int8"}, {"num_chunks": 2}], ids=str)
 @pytest.mark.parametrize("factor", [None, 1.0])
-def test_a_policy_that_keeps_the_named_rows_adds_no_collective(transport, factor):
-    cfg = config(transport=transport, recv_rows_factor=factor)
+def test_a_policy_that_keeps_the_named_rows_adds_no_collective(transport, factor, kind):
+    cfg = config(transport=transport, recv_rows_factor=factor, **kind)
     plain = lowered("backward", cfg)
     kept = lowered("backward", cfg, policy_names=CHECKPOINT_NAMES)
     assert count_collectives(kept) == count_collectives(plain)

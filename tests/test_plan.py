@@ -1,12 +1,15 @@
 """The integer plan against a NumPy oracle written in loops, exactly, on seeded random and hostile routings."""
 
 import functools
+import itertools
+from fractions import Fraction
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jax_ep import CommConfig
 from jax_ep import plan as planning
 from jax_ep.plan import Geometry
 
@@ -55,20 +58,26 @@ def draw(rng: np.random.Generator, shape: tuple[int, ...], kind: int) -> np.ndar
 
 def oracle(experts: np.ndarray, g: Geometry) -> dict[str, list]:
     """Everything about every rank and round, written as loops over rows."""
-    local, n = g.local_experts, g.assignments
-    order, runs, pair_rows = [], [], {}
+    n, share = g.assignments, g.num_experts // (g.ranks * g.messages)  # experts of a message
+    places = [(d, m) for d in range(g.ranks) for m in range(g.messages)]
+    order, runs, message_rows = [], [], {}
     for s in range(g.ranks):
         flat = experts[s].reshape(-1)
         keyed = sorted(range(n), key=lambda a, flat=flat: (min(flat[a], g.num_experts), a))
         order.append(keyed)
-        for d in range(g.ranks):
-            pair_rows[s, d] = [a for a in keyed if flat[a] < g.num_experts and flat[a] // local == d]
-        runs.append([len(pair_rows[s, d]) for d in range(g.ranks)])
-    arrival = {d: [(s, a) for s in range(g.ranks) for a in pair_rows[s, d]] for d in range(g.ranks)}
+        for d, m in places:
+            mine = [a for a in keyed if flat[a] < g.num_experts and flat[a] // share == d * g.messages + m]
+            message_rows[s, d, m] = mine
+        runs.append([sum(len(message_rows[s, d, m]) for m in range(g.messages)) for d in range(g.ranks)])
+    sources = range(g.ranks)
+    arrival = {
+        d: [(s, a) for m in range(g.messages) for s in sources for a in message_rows[s, d, m]] for d in range(g.ranks)
+    }
     if g.ragged:
         rounds = max(1, max(-(-len(arrival[d]) // g.recv_rows) for d in range(g.ranks)))
     else:
-        rounds = max(1, max(-(-len(rows) // g.quota) for rows in pair_rows.values()))
+        rounds = max(1, max(-(-len(rows) // g.quota) for rows in message_rows.values()))
+    assert rounds <= g.max_rounds
     steps = []
     for i in range(min(rounds + 1, g.max_rounds)):  # one more than needed must be empty
         away = [dict() for _ in range(g.ranks)]  # receive slot -> (source, assignment)
@@ -76,12 +85,14 @@ def oracle(experts: np.ndarray, g: Geometry) -> dict[str, list]:
             if g.ragged:
                 for c, row in enumerate(arrival[d][i * g.recv_rows : (i + 1) * g.recv_rows]):
                     away[d][c] = row
-            else:
-                for s in range(g.ranks):
-                    for j, a in enumerate(pair_rows[s, d][i * g.quota : (i + 1) * g.quota]):
-                        away[d][s * g.quota + j] = (s, a)
+                continue
+            for s in sources:
+                for m in range(g.messages):
+                    for j, a in enumerate(message_rows[s, d, m][i * g.quota : (i + 1) * g.quota]):
+                        away[d][(s * g.messages + m) * g.quota + j] = (s, a)
         steps.append(away)
-    return {"order": order, "runs": runs, "pairs": pair_rows, "rounds": rounds, "steps": steps}
+    pairs = {(s, d): [a for m in range(g.messages) for a in message_rows[s, d, m]] for s in sources for d in sources}
+    return {"order": order, "runs": runs, "pairs": pairs, "rounds": rounds, "steps": steps}
 
 
 @functools.cache
@@ -103,8 +114,7 @@ def compiled(g: Geometry):
         away = jax.vmap(lambda p: planning.away(p, i))(plans)
         if not g.ragged:
             return home, away, None
-        out = jax.vmap(lambda p: planning.ragged_slices(p, i))(plans)
-        return home, away, (out, jax.vmap(lambda p: planning.ragged_slices(p, i, reverse=True))(plans))
+        return home, away, planning.travel(plans.pair_counts[0], g.recv_rows, i)
 
     return run, step
 
@@ -123,7 +133,7 @@ def check(experts: np.ndarray, g: Geometry) -> int:
             ids = [experts[s].reshape(-1)[a] for a in want["pairs"][s, r]]
             np.testing.assert_array_equal(plans.recv_counts[r, s], [ids.count(r * local + e) for e in range(local)])
     for i, away in enumerate(want["steps"]):
-        got_home, got_away, slices = jax.tree.map(np.asarray, step(plans, jnp.int32(i)))
+        got_home, got_away, way = jax.tree.map(np.asarray, step(plans, jnp.int32(i)))
         slot_of = {(s, a): (d, c) for d in range(g.ranks) for c, (s, a) in away[d].items()}
         for r in range(g.ranks):
             flat = experts[r].reshape(-1)
@@ -139,7 +149,8 @@ def check(experts: np.ndarray, g: Geometry) -> int:
                 known = sum(f < g.num_experts for f in flat)
                 expect_rows = want["order"][r][:known] + [n] * (n - known)
             else:
-                where = {a: slot_of[r, a][0] * g.quota + slot_of[r, a][1] % g.quota for a in sent}
+                pair = g.messages * g.quota
+                where = {a: slot_of[r, a][0] * pair + slot_of[r, a][1] % pair for a in sent}
                 expect_slot = [where.get(a, g.home_rows) for a in range(n)]
                 expect_rows = [n] * g.home_rows
                 for a, c in where.items():
@@ -147,25 +158,25 @@ def check(experts: np.ndarray, g: Geometry) -> int:
             np.testing.assert_array_equal(got_home.slot[r].reshape(-1), expect_slot)
             np.testing.assert_array_equal(got_home.assignment[r], expect_rows)
         if g.ragged:
-            check_slices(slices, got_home, away, g)
+            check_travel(way, got_home, away, g)
     return 1
 
 
-def check_slices(slices, home, away, g: Geometry) -> None:
-    """Copying slice by slice must fill exactly the away buffers, and bring the rows back to where they stood."""
-    (out, back) = slices
+def check_travel(way, home, away, g: Geometry) -> None:
+    """Copying run by run must fill exactly the away buffers; the way back is the same with its ends turned."""
     for d in range(g.ranks):
         buffer = {}
         for s in range(g.ranks):
-            size = out.send_sizes[s, d]
-            assert size == out.recv_sizes[d, s] == back.send_sizes[d, s] == back.recv_sizes[s, d]
-            for j in range(size):
-                buffer[out.output_offsets[s, d] + j] = (s, home.assignment[s, out.input_offsets[s, d] + j])
-            assert size == 0 or back.input_offsets[d, s] == out.output_offsets[s, d]
-            assert size == 0 or back.output_offsets[d, s] == out.input_offsets[s, d]
-            assert 0 <= out.input_offsets[s, d] <= g.home_rows - size
-            assert 0 <= out.output_offsets[s, d] <= g.recv_rows - size
+            for m in range(g.messages):
+                size, out, into = (int(a[s, d, m]) for a in way)
+                for j in range(size):
+                    buffer[into + j] = (s, home.assignment[s, out + j])
+                assert 0 <= out <= g.home_rows - size
+                assert 0 <= into <= g.recv_rows - size
         assert buffer == away[d]
+    back = way.turned()
+    for turned, wanted in zip(back, (way.sizes, way.into, way.out), strict=True):
+        np.testing.assert_array_equal(turned, np.swapaxes(wanted, 0, 1))
 
 
 @pytest.mark.parametrize("transport", ["ragged", "all_to_all"])
@@ -176,6 +187,20 @@ def test_plan_equals_oracle(shape, transport):
     rng = np.random.default_rng(seed)
     checked = sum(check(draw(rng, shape, i % 8), g) for i in range(CASES_EACH))
     assert checked == CASES_EACH, seed
+
+
+@pytest.mark.parametrize("transport", ["ragged", "all_to_all"])
+@pytest.mark.parametrize("shape", [SHAPES[1], SHAPES[5], SHAPES[7]], ids=str)
+@pytest.mark.parametrize("own", [True, False])
+def test_plan_of_a_message_an_expert_and_without_own_rows(shape, transport, own):
+    g = Geometry(*shape, transport=transport, messages=shape[2] // shape[3], own=own)
+    rng = np.random.default_rng(SHAPES.index(shape))
+    for i in range(24):
+        experts = draw(rng, shape, i % 8)
+        if not own:
+            mine = experts // g.local_experts == np.arange(g.ranks)[:, None, None]
+            experts = np.where(mine, NOWHERE, experts)
+        check(experts, g)
 
 
 @pytest.mark.parametrize("over", [-1, 0, 1])
@@ -192,19 +217,56 @@ def test_rounds_turn_exactly_at_the_quota(transport, over):
 
 
 @pytest.mark.parametrize(
-    ("assignments", "ranks", "factor", "want"),
+    ("most", "balanced", "factor", "want"),
     [
         (16, 4, None, 16),
         (16, 4, 1.0, 4),
         (16, 4, 1.1, 5),
         (16, 4, 0.001, 1),
         (16, 4, 99.0, 16),
-        (1, 8, 2.0, 1),
-        (7, 2, 0.5, 2),
+        (1, Fraction(1, 8), 2.0, 1),
+        (7, Fraction(7, 2), 0.5, 2),
+        (10, Fraction(10, 3), 0.3, 1),
+        (10, Fraction(10, 3), 0.6, 2),
     ],
 )
-def test_quota(assignments, ranks, factor, want):
-    assert planning.quota(assignments, ranks, factor) == want
+def test_quota(most, balanced, factor, want):
+    assert planning.quota(most, Fraction(balanced), factor) == want
+
+
+@pytest.mark.parametrize(
+    ("comm", "transport", "want"),
+    [
+        # T=12 K=2 E=8 R=4: 24 assignments, 6 a pair, 3 an expert; U = 4 * (1 - C(6,2) / C(8,2)) = 13/7 rows a token
+        (dict(recv_rows_factor=1.5), "all_to_all", (9, 36, 36, 3)),
+        (dict(recv_rows_factor=1.5), "ragged", (9, 24, 36, 3)),
+        (dict(recv_rows_factor=None), "ragged", (24, 24, 96, 1)),
+        (dict(recv_rows_factor=1.5, messages="expert"), "all_to_all", (5, 40, 40, 5)),
+        (dict(recv_rows_factor=1.5, messages="expert"), "ragged", (9, 24, 36, 3)),
+        (dict(recv_rows_factor=1.5, dedup=True), "all_to_all", (9, 36, 36, 2)),
+        (dict(recv_rows_factor=1.5, dedup=True), "ragged", (9, 24, 36, 2)),
+        (dict(recv_rows_factor=None, dedup=True), "all_to_all", (12, 48, 48, 1)),
+        (dict(recv_rows_factor=1.5, num_chunks=2), "ragged", (9, 24, 36, 2)),
+    ],
+    ids=str,
+)
+def test_geometry(comm, transport, want):
+    g = planning.geometry(CommConfig(**comm), 12, 2, 8, 4, transport)
+    assert (g.quota, g.home_rows, g.recv_rows, g.max_rounds) == want
+    assert g.num_experts == (4 if g.top_k == 2 and comm.get("dedup") else 8)
+
+
+@pytest.mark.parametrize(("experts", "top_k", "ranks"), [(8, 2, 2), (6, 3, 3), (4, 4, 2), (6, 1, 2), (4, 2, 4)])
+def test_rows_a_token_counts_all_draws(experts, top_k, ranks):
+    """Every set of K experts, counted."""
+    draws = list(itertools.combinations(range(experts), top_k))
+    rows = sum(len({e // (experts // ranks) for e in draw}) for draw in draws)
+    assert planning.rows_a_token(experts, top_k, ranks) == Fraction(rows, len(draws))
+
+
+@pytest.mark.parametrize(("tokens", "chunks", "want"), [(8, 3, (3, 3, 2)), (2, 4, (1, 1)), (5, 1, (5,)), (0, 3, (0,))])
+def test_pieces(tokens, chunks, want):
+    assert planning.pieces(tokens, chunks) == want
 
 
 @pytest.mark.parametrize("largest", [6, 2**31 // 50 - 1, 2**31 // 50, 2**31 - 2])
@@ -219,6 +281,12 @@ def test_stable_order(largest):
 def test_segment_index_with_empty_runs():
     sizes, starts = jnp.array([0, 2, 0, 0, 3, 0], jnp.int32), jnp.array([9, 5, 1, 7, 0, 2], jnp.int32)
     np.testing.assert_array_equal(planning.segment_index(sizes, starts, 8), [5, 6, 0, 1, 2, 8, 8, 8])
+
+
+def test_lay_runs_with_gaps_and_empty_runs():
+    rows = jnp.arange(1.0, 7.0)[:, None]
+    sizes, starts, targets = [jnp.array(a, jnp.int32) for a in ([0, 2, 0, 3], [9, 4, 1, 0], [1, 1, 3, 5])]
+    np.testing.assert_array_equal(planning.lay_runs(rows, sizes, starts, targets, 9)[:, 0], [0, 5, 6, 0, 0, 1, 2, 3, 0])
 
 
 def test_capacity_keeps_the_first_in_token_order():

@@ -12,7 +12,7 @@ from jax_ep import ConfigError, Part, exchange, make_mesh, ragged_all_to_all
 from jax_ep import plan as planning
 from jax_ep.plan import Geometry
 from jax_ep.transport import parts, share_counts
-from jax_ep.transport.all_to_all import swap_with_header
+from jax_ep.transport.all_to_all import swap
 
 
 def sharded(f, ranks, in_count, out_count=1, check_vma=False):
@@ -152,7 +152,7 @@ def test_pack_keeps_every_bit(dtypes):
     for i, dtype in enumerate(dtypes):
         bits = rng.integers(0, 256, (6, (i + 1) * jnp.dtype(dtype).itemsize), np.uint8)
         rows.append(jnp.asarray(bits % 2, jnp.bool_) if dtype == "bool" else jnp.asarray(bits.view(dtype)))
-    buffer = parts.pack(rows)
+    buffer = parts.pack(rows, parts.unit_bytes(rows))
     assert buffer.nbytes == sum(r.nbytes for r in rows)
     for before, after in zip(rows, parts.unpack(buffer, rows), strict=True):
         assert after.dtype == before.dtype
@@ -169,8 +169,9 @@ def test_header_rides_in_the_same_collective(width, dtype, integers):
     rows = rng.normal(size=(ranks, ranks, quota, width)).astype(dtype)
 
     def move(rows, head):
-        buffer, told = swap_with_header(parts.pack([rows]), head, "expert", ranks)
-        return parts.unpack(buffer, [rows])[0], told
+        unit = parts.unit_bytes([rows, head])
+        buffer, told = swap([parts.pack([rows], unit), parts.to_columns(head, unit)], [1, 1], "expert", ranks)
+        return parts.unpack(buffer, [rows])[0], parts.from_columns(told, integers, head.dtype)
 
     run = jax.jit(sharded(move, ranks, 2, 2))
     args = jnp.asarray(rows.reshape(-1, width)), jnp.asarray(head.reshape(-1, integers))
@@ -196,7 +197,7 @@ def test_exchange_and_its_transpose(transport):
 
     def run(ids, hidden, scale, step):
         plan = planning.start_plan(ids, g, jax.lax.axis_index("expert"), "expert")
-        plan = share_counts(plan)
+        (plan,) = share_counts([plan])
         _, plan = exchange([Part(hidden)], plan, with_counts=True)
         step = step[0]
         home, away = planning.home(plan, step), planning.away(plan, step)

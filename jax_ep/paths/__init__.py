@@ -4,15 +4,18 @@ Letters: T tokens, K top_k, H hidden, M rows beside the experts.
 
     plan = make_plan(routing.experts, config, axis_name="expert")
     dispatched = dispatch(x, routing, plan, config)
-    rows = expert_fn(dispatched.rows, dispatched.index, dispatched.group_sizes, dispatched.weights, params)
+    rows = run_experts(expert_fn, dispatched, params)
     y = combine(rows, dispatched, routing, config)
 
-Where config allows packed several rounds, packed.extra_rounds gives what the later ones add.
+Where config allows packed several rounds, packed.extra_rounds gives what the later ones add; where it asks for several
+pieces, packed.own_experts gives the rows that no plan holds.
 
 One rank (axis_name None, or an axis of size 1) exchanges nothing, in any mode.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,12 +23,13 @@ import jax.numpy as jnp
 from jax_ep import plan as planning
 from jax_ep.config import MoEConfig, refuse
 from jax_ep.paths import allgather, packed, padded
-from jax_ep.paths.common import Dispatched, ExpertFn, geometry, grouped
+from jax_ep.paths.common import Dispatched, ExpertFn, grouped
+from jax_ep.paths.windows import run_experts
 from jax_ep.plan import Plan
 from jax_ep.routing import Routing
 from jax_ep.transport import share_counts
 
-__all__ = ["Dispatched", "ExpertFn", "combine", "dispatch", "make_plan"]
+__all__ = ["Dispatched", "ExpertFn", "combine", "dispatch", "make_plan", "make_plans", "run_experts"]
 
 
 def make_plan(experts: jax.Array, config: MoEConfig, *, axis_name: str | None, transport: str = "all_to_all") -> Plan:
@@ -37,14 +41,25 @@ def make_plan(experts: jax.Array, config: MoEConfig, *, axis_name: str | None, t
       axis_name: the expert axis of the surrounding shard_map; None on one device.
       transport: "ragged", "all_to_all" or "all_gather"; packed only.
     """
+    return make_plans([experts], config, axis_name=axis_name, transport=transport)[0]
+
+
+def make_plans(
+    pieces: Sequence[jax.Array], config: MoEConfig, *, axis_name: str | None, transport: str = "all_to_all"
+) -> list[Plan]:
+    """A plan for each piece [T_i, K] of this rank's tokens, as `make_plan` does; their counts are shared together."""
     if config.comm.mode == "dense":
         refuse("mode", "dense", "every expert runs on every token, there is nothing to plan", "packed")
     ranks = 1 if axis_name is None else jax.lax.axis_size(axis_name)
-    tokens, top_k = experts.shape
-    g = geometry(config.comm, tokens, top_k, config.padded_experts(ranks), ranks, transport)
     rank = jnp.int32(0) if axis_name is None else jax.lax.axis_index(axis_name)
-    plan = planning.start_plan(experts, g, rank, axis_name)
-    return share_counts(plan) if ranks > 1 and config.comm.mode == "packed" else plan
+    exchanged = ranks > 1 and config.comm.mode == "packed"
+    plans = []
+    for experts in pieces:
+        tokens, top_k = experts.shape
+        g = planning.geometry(config.comm, tokens, top_k, config.padded_experts(ranks), ranks, transport)
+        rows = packed.row_experts(experts, config, ranks, rank) if exchanged else experts
+        plans.append(planning.start_plan(rows, g, rank, axis_name))
+    return share_counts(plans) if exchanged else plans
 
 
 def dispatch(x: jax.Array, routing: Routing, plan: Plan, config: MoEConfig) -> Dispatched:
@@ -55,7 +70,7 @@ def dispatch(x: jax.Array, routing: Routing, plan: Plan, config: MoEConfig) -> D
         return allgather.dispatch(x, routing.experts, routing.weights, plan)
     if config.comm.mode == "padded":
         return padded.dispatch(x, routing.experts, plan)
-    return packed.dispatch(x, plan)
+    return packed.dispatch(x, routing, plan, config)
 
 
 def combine(rows: jax.Array, dispatched: Dispatched, routing: Routing, config: MoEConfig) -> jax.Array:
@@ -66,4 +81,4 @@ def combine(rows: jax.Array, dispatched: Dispatched, routing: Routing, config: M
         return allgather.combine(rows.astype(config.dtype), dispatched)
     if config.comm.mode == "padded":
         return padded.combine(rows, dispatched, routing.weights)
-    return packed.combine(rows, dispatched, routing.weights)
+    return packed.combine(rows, dispatched, routing.weights, config)

@@ -1,6 +1,6 @@
 """What every path hands to the experts, and back.
 
-Letters: T tokens, K top_k, H hidden, N = T*K assignments, M rows, A places for assignments, L local experts, R ranks.
+Letters: T tokens, K top_k, H hidden, M rows, A places for assignments (positions), L local experts.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ from typing import Any
 import jax
 
 from jax_ep import plan as planning
-from jax_ep.config import CommConfig
-from jax_ep.plan import Geometry, Plan
+from jax_ep.plan import Plan
 
 # (rows [M, H], index [A], group_sizes [L], weights [A] | None, params) -> [M, H]
 ExpertFn = Callable[[jax.Array, jax.Array, jax.Array, jax.Array | None, Any], jax.Array]
@@ -30,6 +29,7 @@ class Dispatched:
       group_sizes: [L] int32, assignments of each local expert; what is past their sum in `index` means nothing.
       weights: [A] float32 where the experts' rank does the weighting, else None.
       plan: the Plan, complete.
+      window: static: positions to take at a time, so that temporaries stay bounded; None: all.
     """
 
     rows: jax.Array
@@ -37,20 +37,18 @@ class Dispatched:
     group_sizes: jax.Array
     weights: jax.Array | None
     plan: Plan
+    window: int | None = dataclasses.field(default=None, metadata={"static": True})
 
 
-def geometry(comm: CommConfig, tokens: int, top_k: int, padded_experts: int, ranks: int, transport: str) -> Geometry:
-    """The static side of a plan: `tokens` of one rank, E padded to divide over `ranks`."""
-    n = max(1, tokens * top_k)
-    if comm.mode == "packed" and ranks > 1:
-        return Geometry(
-            tokens, top_k, padded_experts, ranks, planning.quota(n, ranks, comm.recv_rows_factor), transport
-        )
-    return Geometry(tokens, top_k, padded_experts, ranks, n)
-
-
-def grouped(rows: jax.Array, experts: jax.Array, weights: jax.Array, plan: Plan, num_experts: int) -> Dispatched:
+def grouped(
+    rows: jax.Array,
+    experts: jax.Array,
+    weights: jax.Array,
+    plan: Plan,
+    num_experts: int,
+    window: int | None = None,
+) -> Dispatched:
     """Dispatched for rows [M, H] that are here already: experts [M, K] local ids, weights [M, K] applied here."""
     order, sizes = planning.sort_by_expert(experts.reshape(-1), num_experts)
     sorted_weights = weights.reshape(-1)[order]  # [M * K]
-    return Dispatched(rows, order // experts.shape[1], sizes, sorted_weights, plan)
+    return Dispatched(rows, order // experts.shape[1], sizes, sorted_weights, plan, window)

@@ -1,41 +1,145 @@
 """Packed: exactly the rows that must travel, one message a destination rank; more rounds when the buffer does not
 hold them.
 
-Letters: T tokens, K top_k, H hidden, R ranks, C receive rows, n home rows.
+Letters: T tokens, K top_k, H hidden, R ranks, L local experts, C receive rows, n home rows; J rows of a token and S
+slots of a row: K and 1, of deduplicated rows min(K, R) and min(K, L).
 """
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+import math
+from fractions import Fraction
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep import plan as planning
-from jax_ep.paths.common import Dispatched, ExpertFn
-from jax_ep.paths.rows import collect, spread
-from jax_ep.plan import Plan
+from jax_ep.config import CommConfig, MoEConfig
+from jax_ep.paths.common import Dispatched, ExpertFn, grouped
+from jax_ep.paths.dedup import slots
+from jax_ep.paths.rows import collect, place, spread
+from jax_ep.paths.windows import run_experts
+from jax_ep.plan import Home, Plan
+from jax_ep.routing import Routing
 from jax_ep.transport import Part, exchange
+from jax_ep.transport.wire import rounded
+
+NOWHERE = jnp.iinfo(jnp.int32).max
 
 
-def dispatch(x: jax.Array, plan: Plan) -> Dispatched:
+class Beside(NamedTuple):
+    """What belongs to the rows of each token, at home.
+
+    Attributes:
+      weights: [T, J, S] float32. They stay at home where experts is None.
+      experts: [T, J, S] int32, 1 + local expert, 0 for none; None: rows of one expert each, which the plan knows.
+    """
+
+    weights: jax.Array
+    experts: jax.Array | None
+
+
+def row_experts(experts: jax.Array, config: MoEConfig, ranks: int, rank: jax.Array) -> jax.Array:
+    """experts [T, K] -> [T, J], what the plan sorts rows by: their experts, or of deduplicated rows their ranks."""
+    experts = _travelling(experts, config, ranks, rank)
+    if not config.comm.dedup:
+        return experts
+    return slots(experts, jnp.zeros(experts.shape, jnp.float32), config.padded_experts(ranks), ranks).destination
+
+
+def _travelling(experts: jax.Array, config: MoEConfig, ranks: int, rank: jax.Array) -> jax.Array:
+    """With several pieces, the rank's own experts are not for the exchange."""
+    if config.comm.num_chunks == 1:
+        return experts
+    return jnp.where(experts // (config.padded_experts(ranks) // ranks) == rank, NOWHERE, experts)
+
+
+def _beside(routing: Routing, plan: Plan, config: MoEConfig) -> Beside:
+    ranks = plan.geometry.ranks
+    if not config.comm.dedup:
+        return Beside(routing.weights[..., None], None)
+    experts, padded = _travelling(routing.experts, config, ranks, plan.rank), config.padded_experts(ranks)
+    found = slots(experts, routing.weights, padded, ranks)
+    return Beside(found.weights, (found.experts + 1) % (padded // ranks + 1))
+
+
+def _window(comm: CommConfig, positions: int, balanced: Fraction | int) -> int | None:
+    """Positions of a window: the receive buffer's factor times the balanced ones; None where all fit."""
+    if comm.recv_rows_factor is None:
+        return None
+    window = max(1, math.ceil(Fraction(comm.recv_rows_factor) * balanced))
+    return window if window < positions else None
+
+
+def own_experts(x: jax.Array, routing: Routing, plan: Plan, config: MoEConfig) -> Dispatched:
+    """The rank's tokens [T, H] beside its own experts, which need no exchange: for plans without them."""
+    ranks, comm = plan.geometry.ranks, config.comm
+    local = config.padded_experts(ranks) // ranks
+    ids = routing.experts - plan.rank * local
+    ids = jnp.where((routing.experts < NOWHERE) & (ids >= 0), ids, local)
+    rows = x if comm.wire_dtype is None else rounded(x, comm.wire_dtype)
+    window = _window(comm, ids.size, Fraction(ids.size, ranks))
+    return grouped(rows, ids, routing.weights, plan, local, window)
+
+
+def dispatch(x: jax.Array, routing: Routing, plan: Plan, config: MoEConfig) -> Dispatched:
     """x [T, H] -> the first round's rows at their experts' ranks."""
-    (arrived,), plan = exchange([Part(spread(x, planning.home(plan)))], plan, with_counts=True)
+    sent = _sent(x, _beside(routing, plan, config), planning.home(plan), config.comm)
+    (arrived, *more), plan = exchange(sent, plan, with_counts=True)
     rows = checkpoint_name(arrived.rows, "moe_dispatched")
-    index, sizes = planning.away(plan)
-    return Dispatched(rows, index, sizes, None, plan)
+    names = ("moe_counts", "moe_weights")
+    return _arrived(rows, *(checkpoint_name(p.rows, name) for p, name in zip(more, names)), plan=plan, config=config)
 
 
-def combine(rows: jax.Array, dispatched: Dispatched, weights: jax.Array) -> jax.Array:
+def _sent(x: jax.Array, beside: Beside, home: Home, comm: CommConfig) -> list[Part]:
+    """The parts of a dispatch: hidden rows, and of deduplicated ones their experts and weights."""
+    parts = [Part(spread(x, home), wire_dtype=comm.wire_dtype)]
+    if beside.experts is not None:
+        parts += [Part(place(beside.experts, home)), Part(place(beside.weights, home))]
+    return parts
+
+
+def _arrived(
+    rows: jax.Array,
+    experts: jax.Array | None = None,
+    weights: jax.Array | None = None,
+    *,
+    plan: Plan,
+    config: MoEConfig,
+    step: jax.Array | int = 0,
+) -> Dispatched:
+    """Rows [C, H] beside their experts; deduplicated ones come with experts [C, S], 1 + local expert, and weights
+    [C, S].
+    """
+    if experts is None or weights is None:
+        return Dispatched(rows, *planning.away(plan, step), None, plan)
+    g = plan.geometry
+    local = config.padded_experts(g.ranks) // g.ranks
+    balanced = g.tokens * config.router.top_k
+    return grouped(rows, experts - 1, weights, plan, local, _window(config.comm, experts.size, balanced))
+
+
+def combine(rows: jax.Array, dispatched: Dispatched, weights: jax.Array, config: MoEConfig) -> jax.Array:
     """Expert rows [C, H] of the first round -> weighted sums [T, H] at home, float32."""
     plan = dispatched.plan
-    (back,), _ = exchange([Part(rows)], plan, reverse=True)
-    return collect(checkpoint_name(back.rows, "moe_combined"), weights, planning.home(plan))
+    (back,), _ = exchange([Part(rows.astype(config.dtype))], plan, reverse=True)
+    home = planning.home(plan)
+    weights = jnp.ones(home.slot.shape, jnp.float32) if config.comm.dedup else weights
+    return collect(checkpoint_name(back.rows, "moe_combined"), weights, home)
 
 
-def extra_rounds(x: jax.Array, weights: jax.Array, params: Any, plan: Plan, expert_fn: ExpertFn) -> jax.Array | None:
+def extra_rounds(
+    x: jax.Array,
+    routing: Routing,
+    params: Any,
+    plan: Plan,
+    expert_fn: ExpertFn,
+    config: MoEConfig,
+    loops: bool = True,
+) -> jax.Array | None:
     """What rounds 2.. add to the sums [T, H], float32; None where no routing can need them.
 
     A loop whose trip count every rank knows. Nothing of a round is kept: its backward sends the rows again, with their
@@ -44,50 +148,69 @@ def extra_rounds(x: jax.Array, weights: jax.Array, params: Any, plan: Plan, expe
     """
     if plan.geometry.max_rounds == 1:
         return None
-    return _extra(expert_fn, x, weights, params, plan)
+    return _extra(_How(expert_fn, config, loops), x, _beside(routing, plan, config), params, plan)
+
+
+class _How(NamedTuple):
+    """What of the rounds is static."""
+
+    expert_fn: ExpertFn
+    config: MoEConfig
+    loops: bool
+
+
+def _experts(how: _How, arrived: list[Part], plan: Plan, step: jax.Array, params: Any) -> jax.Array:
+    """Rows [C, H] as they go home: of hidden rows, and of deduplicated ones their experts and weights."""
+    rows = _arrived(*(p.rows for p in arrived), plan=plan, config=how.config, step=step)
+    return run_experts(how.expert_fn, rows, params, how.loops).astype(how.config.dtype)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _extra(expert_fn: ExpertFn, x: jax.Array, weights: jax.Array, params: Any, plan: Plan) -> jax.Array:
+def _extra(how: _How, x: jax.Array, beside: Beside, params: Any, plan: Plan) -> jax.Array:
     def one(step: jax.Array, total: jax.Array) -> jax.Array:
-        home, (index, sizes) = planning.home(plan, step), planning.away(plan, step)
-        (arrived,), _ = exchange([Part(spread(x, home))], plan, step=step)
-        out = expert_fn(arrived.rows, index, sizes, None, params)
-        (back,), _ = exchange([Part(out)], plan, reverse=True, step=step)
+        home = planning.home(plan, step)
+        arrived, _ = exchange(_sent(x, beside, home, how.config.comm), plan, step=step)
+        (back,), _ = exchange([Part(_experts(how, arrived, plan, step, params))], plan, reverse=True, step=step)
+        weights = jnp.ones(home.slot.shape, jnp.float32) if beside.experts is not None else beside.weights[..., 0]
         return total + collect(back.rows, weights, home)
 
     return jax.lax.fori_loop(1, plan.rounds, one, jnp.zeros(x.shape, jnp.float32))
 
 
-def _extra_forward(expert_fn: ExpertFn, x: jax.Array, weights: jax.Array, params: Any, plan: Plan) -> Any:
-    return _extra(expert_fn, x, weights, params, plan), (x, weights, params, plan)
+def _extra_forward(how: _How, x: jax.Array, beside: Beside, params: Any, plan: Plan) -> Any:
+    return _extra(how, x, beside, params, plan), (x, beside, params, plan)
 
 
-def _extra_backward(expert_fn: ExpertFn, saved: Any, d_total: jax.Array) -> Any:
-    x, weights, params, plan = saved
-    top_k = weights.shape[1]
+def _extra_backward(how: _How, saved: Any, d_total: jax.Array) -> Any:
+    x, beside, params, plan = saved
     d_y = d_total.astype(x.dtype)
     f32 = functools.partial(jax.tree.map, lambda a: jnp.zeros(a.shape, jnp.float32))
 
     def one(step: jax.Array, carry: Any) -> Any:
         d_x, d_weights, d_params = carry
-        home, (index, sizes) = planning.home(plan, step), planning.away(plan, step)
-        weight = weights.reshape(-1).at[home.assignment].get(mode="fill", fill_value=0)[:, None]  # [n, 1]
-        sent = [Part(spread(x, home)), Part(spread(d_y, home)), Part(weight)]
-        (rows, d_out, weight_away), _ = exchange(sent, plan, step=step)
-        out, pull = jax.vjp(lambda r, p: expert_fn(r, index, sizes, None, p), rows.rows, params)
-        d_weight = (out.astype(jnp.float32) * d_out.rows.astype(jnp.float32)).sum(1, keepdims=True)  # [C, 1]
-        d_rows, d_more = pull((weight_away.rows * d_out.rows).astype(out.dtype))
+        home = planning.home(plan, step)
+        sent = _sent(x, beside, home, how.config.comm)
+        if beside.experts is None:
+            sent.append(Part(place(beside.weights, home)))
+        (*arrived, d_out), _ = exchange([*sent, Part(spread(d_y, home))], plan, step=step)
+
+        def there(rows: jax.Array, weights: jax.Array, params: Any) -> jax.Array:
+            """The rows' share of the sums; what stands between rows and weights are their experts."""
+            if beside.experts is None:
+                return weights * _experts(how, [Part(rows)], plan, step, params).astype(jnp.float32)
+            return _experts(how, [Part(rows), arrived[1], Part(weights)], plan, step, params)
+
+        out, pull = jax.vjp(there, arrived[0].rows, arrived[-1].rows, params)
+        d_rows, d_weight, d_more = pull(d_out.rows.astype(out.dtype))
         (back, back_weight), _ = exchange([Part(d_rows), Part(d_weight)], plan, reverse=True, step=step)
-        ones = jnp.ones((x.shape[0], top_k), jnp.float32)
-        d_x = d_x + collect(back.rows, ones, home)
-        got = back_weight.rows[:, 0].at[home.slot].get(mode="fill", fill_value=0)  # [T, K]
+        d_x = d_x + collect(back.rows, jnp.ones(home.slot.shape, jnp.float32), home)
+        got = back_weight.rows.at[home.slot].get(mode="fill", fill_value=0)  # [T, J, S]
         return d_x, d_weights + got, jax.tree.map(lambda a, b: a + b.astype(jnp.float32), d_params, d_more)
 
-    start = (jnp.zeros(x.shape, jnp.float32), jnp.zeros(weights.shape, jnp.float32), f32(params))
+    start = (jnp.zeros(x.shape, jnp.float32), jnp.zeros(beside.weights.shape, jnp.float32), f32(params))
     d_x, d_weights, d_params = jax.lax.fori_loop(1, plan.rounds, one, start)
     d_params = jax.tree.map(lambda g, p: g.astype(p.dtype), d_params, params)
-    return d_x.astype(x.dtype), d_weights.astype(weights.dtype), d_params, None
+    return d_x.astype(x.dtype), Beside(d_weights, None), d_params, None
 
 
 _extra.defvjp(_extra_forward, _extra_backward)

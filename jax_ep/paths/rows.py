@@ -1,7 +1,7 @@
 """Rows between token order and a home buffer, forward and backward by gathers alone, so that no order of adding is
 left to chance.
 
-Letters: T tokens, K top_k, H hidden, N = T*K assignments, n home rows.
+Letters: T tokens, K top_k, H hidden, N = T*K assignments, n home rows, W what stands beside a row.
 """
 
 from __future__ import annotations
@@ -36,6 +36,25 @@ def _spread_backward(home: Home, d_rows: jax.Array) -> Any:
 
 
 spread.defvjp(_spread_forward, _spread_backward)
+
+
+@jax.custom_vjp
+def place(values: jax.Array, home: Home) -> jax.Array:
+    """values [T, K, W] -> [n, W]: what stands beside each home row; zeros where it has no assignment."""
+    return _take(values.reshape(-1, values.shape[2]), home.assignment)
+
+
+def _place_forward(values: jax.Array, home: Home) -> Any:
+    return place(values, home), home
+
+
+def _place_backward(home: Home, d_rows: jax.Array) -> Any:
+    if d_rows.dtype == jax.dtypes.float0:
+        return None, None
+    return _take(d_rows, home.slot), None  # [T, K, W]
+
+
+place.defvjp(_place_forward, _place_backward)
 
 
 @jax.custom_vjp

@@ -1,7 +1,7 @@
 """Parts of a packed buffer: arrays of any dtype, laid side by side in columns of one unsigned integer dtype.
 
-Letters: n rows, W columns of the buffer. Integers, because a collective on bit-cast floats may quieten a NaN or flush a
-denormal, and small counts seen as floats are denormals.
+Letters: n rows, W columns of the buffer, R ranks. Integers, because a collective on bit-cast floats may quieten a NaN
+or flush a denormal, and small counts seen as floats are denormals.
 """
 
 from __future__ import annotations
@@ -20,10 +20,20 @@ class Part(NamedTuple):
     """One thing that travels in an exchange.
 
     Attributes:
-      rows: [n, width], any dtype of 1, 2, 4 or 8 bytes. All parts of one exchange share the plan's n rows.
+      rows: [n, width], any dtype of 1, 2, 4 or 8 bytes.
+      counts: None: the part moves the plan's rows. [R, R] int32, the same on every rank: rows of each (home rank, away
+        rank) that this part moves by itself, always whole. On the ragged layout its home buffer holds a run a
+        destination, one after another, and its away buffer a run a source; on all_to_all both are [R * q, width], a run
+        of at most q rows a rank. Parts with the very same array share a layout.
+      capacity: with counts, rows of the buffer on the other side; runs past its end are cut off. On all_to_all it is n.
+      wire_dtype: None, or what floating rows travel as on this way, with scales beside them: see `wire`. Their
+        cotangents travel unquantised.
     """
 
     rows: jax.Array
+    counts: jax.Array | None = None
+    capacity: int | None = None
+    wire_dtype: str | None = None
 
 
 def unit_bytes(parts: Sequence[jax.ShapeDtypeStruct | jax.Array]) -> int:
@@ -49,9 +59,8 @@ def from_columns(columns: jax.Array, width: int, dtype: jnp.dtype) -> jax.Array:
     return jax.lax.bitcast_convert_type(columns, dtype)
 
 
-def pack(parts: Sequence[jax.Array]) -> jax.Array:
-    """Parts [n, width_i] -> one buffer [n, W]."""
-    unit = unit_bytes(parts)
+def pack(parts: Sequence[jax.Array], unit: int) -> jax.Array:
+    """Parts [n, width_i] -> one buffer [n, W] of columns of `unit` bytes."""
     columns = [to_columns(p, unit) for p in parts]
     return columns[0] if len(columns) == 1 else jnp.concatenate(columns, 1)
 
@@ -64,8 +73,3 @@ def unpack(buffer: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
         out.append(from_columns(buffer[:, at : at + width], p.shape[1], p.dtype))
         at += width
     return out
-
-
-def header_rows(integers: int, columns: int, unit: int) -> int:
-    """Buffer rows that hold `integers` int32 values."""
-    return -(-integers * 4 // (columns * unit))

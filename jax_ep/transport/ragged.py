@@ -6,12 +6,15 @@ Letters: n rows of operand, M rows of output, R ranks, u slices a peer.
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_ep.config import refuse
+from jax_ep.plan import Travel, before, lay_runs, segment_index
 from jax_ep.transport.all_gather import emulated_ragged_all_to_all
 
 
@@ -115,3 +118,67 @@ def _backward(axis_name: str, saved: Any, cotangent: jax.Array) -> Any:
 
 
 _differentiable.defvjp(_forward, _backward)
+
+
+def move_runs(
+    buffers: Sequence[jax.Array],
+    ways: Sequence[Travel],
+    out_rows: Sequence[int],
+    rank: jax.Array,
+    *,
+    axis_name: str,
+    simulated: bool = False,
+) -> list[jax.Array]:
+    """Runs of rows of each buffer to their receivers, all in one ragged all-to-all; zeros where none arrives.
+
+    Several buffers are first laid into one of rows of a common width, sorted by receiver, so that one message goes to
+    each; one buffer is sent as it lies.
+
+    Args:
+      buffers: [n_i, W_i] each, one dtype.
+      ways: the runs of each; of one message only where there are several buffers.
+      out_rows: rows of each result.
+      rank: this rank.
+      axis_name: the mesh axis.
+      simulated: by all_gather on every platform.
+
+    Returns:
+      [out_rows_i, W_i] each.
+    """
+    if len(buffers) == 1:
+        return [_send(buffers[0], ways[0], out_rows[0], rank, axis_name, simulated)]
+    width = math.gcd(*(b.shape[1] for b in buffers))
+    per = [b.shape[1] // width for b in buffers]  # common rows that a row makes
+    whole = jnp.concatenate([b.reshape(-1, width) for b in buffers])
+    sizes = jnp.concatenate([w.sizes * m for w, m in zip(ways, per)], 2)  # [sender, receiver, buffer]
+    starts, first = [], 0
+    for b, way, m in zip(buffers, ways, per):
+        starts.append(first + m * way.out[rank])  # [receiver, 1]
+        first += b.shape[0] * m
+    index = segment_index(sizes[rank].reshape(-1), jnp.concatenate(starts, 1).reshape(-1), first)
+    whole = whole.at[index].get(mode="fill", fill_value=0)
+
+    def offsets(sizes: jax.Array) -> jax.Array:
+        return before(sizes.reshape(sizes.shape[0], -1), 1).reshape(sizes.shape)
+
+    out = offsets(sizes)
+    into = offsets(sizes.swapaxes(0, 1)).swapaxes(0, 1)
+    together = Travel(sizes.sum(2, keepdims=True, dtype=jnp.int32), out[:, :, :1], into[:, :, :1])
+    arrived = _send(whole, together, sum(n * m for n, m in zip(out_rows, per)), rank, axis_name, simulated)
+    parts = [
+        lay_runs(arrived, sizes[:, rank, i], into[:, rank, i], m * way.into[:, rank, 0], rows * m)
+        for i, (way, m, rows) in enumerate(zip(ways, per, out_rows))
+    ]
+    return [part.reshape(rows, b.shape[1]) for part, rows, b in zip(parts, out_rows, buffers)]
+
+
+def _send(buffer: jax.Array, way: Travel, out_rows: int, rank: jax.Array, axis_name: str, simulated: bool) -> jax.Array:
+    """Runs for this rank itself are copied, and are empty slices to the collective."""
+    if not buffer.shape[0] or not out_rows:
+        return jnp.zeros((out_rows, buffer.shape[1]), buffer.dtype)
+    ranks = way.sizes.shape[0]
+    own = lay_runs(buffer, way.sizes[rank, rank], way.out[rank, rank], way.into[rank, rank], out_rows)
+    others = jnp.where(jnp.arange(ranks)[:, None] == rank, 0, 1)  # [R, 1]
+    slices = (way.out[rank], way.sizes[rank] * others, way.into[rank], way.sizes[:, rank] * others)
+    through = emulated_ragged_all_to_all if simulated else native_or_emulated
+    return through(buffer, own, *(s.reshape(-1) for s in slices), axis_name=axis_name)
