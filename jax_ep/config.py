@@ -119,8 +119,8 @@ class CommConfig:
       wire_dtype: "int8" or "float8_e4m3fn": rows travel to their experts so, with one float32 scale a block of 128
         values (see `transport.wire`); they come back in the layer's dtype, and gradients pass straight through the
         rounding and travel unquantised. Rows for the rank's own experts are rounded as well, so that a result depends
-        on neither num_chunks nor transport. On normal inputs the layer's output is off by about 1% (int8) or 4% (float8),
-        relative Frobenius norm. None: rows travel in the layer's dtype.
+        on neither num_chunks nor transport. On normal inputs the layer's output is off by about 1% (int8) or 4%
+        (float8), relative Frobenius norm. None: rows travel in the layer's dtype.
       messages: "rank": one message a destination. "expert": one a (destination, local expert), so that on the ragged
         transport rows arrive grouped; on all_to_all one collective a local expert, for benchmarks.
     """

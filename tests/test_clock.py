@@ -1,6 +1,8 @@
 """Interleaved timing."""
 
+import collections
 import dataclasses
+import itertools
 import time
 
 import jax
@@ -9,17 +11,29 @@ import pytest
 
 from jax_ep import ConfigError
 from jax_ep.bench import Timing, compare_runs
+from jax_ep.bench.clock import turns
 
 
 def test_every_round_runs_all_and_starts_with_another():
     order = []
     functions = {name: lambda name=name: order.append(name) for name in "abc"}
     told = []
-    timings = compare_runs(functions, warmup=1, runs=3, on_run=told.append)
-    assert "".join(order) == "abcbcacababc"
+    timings = compare_runs(functions, warmup=1, runs=5, on_run=told.append)
+    rounds = ["".join(order[i : i + 3]) for i in range(0, 18, 3)]
+    assert all(sorted(r) == ["a", "b", "c"] for r in rounds)
+    assert sorted(r[0] for r in rounds) == ["a", "a", "b", "b", "c", "c"]
     assert told == order
     assert list(timings) == ["a", "b", "c"]
-    assert all(len(timing.runs_ms) == 3 for timing in timings.values())
+    assert all(len(timing.runs_ms) == 5 for timing in timings.values())
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 6, 11])
+def test_turns_let_each_follow_each_equally_often(count):
+    names = [str(i) for i in range(count)]
+    rounds = [turns(names, turn) for turn in range(count * (1 + count % 2))]
+    assert all(sorted(order) == sorted(names) for order in rounds)
+    follows = collections.Counter(pair for order in rounds for pair in itertools.pairwise(order))
+    assert follows == dict.fromkeys(itertools.permutations(names, 2), 1 + count % 2)
 
 
 def test_times_are_of_each_function_without_warmup_and_callback():

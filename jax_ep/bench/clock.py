@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -45,8 +45,8 @@ def compare_runs(
 ) -> dict[str, Timing]:
     """Times functions side by side, so that whatever slows the machine for a while slows all of them.
 
-    A round runs every function once. Each round starts one function later than the round before, so that none always
-    goes first. A run is one call, from calling it until all its results are ready.
+    A round runs every function once, in another order each time (see `turns`). A run is one call, from calling it until
+    all its results are ready.
 
     Args:
       functions: name -> a function of nothing, usually one call of a compiled program.
@@ -68,8 +68,7 @@ def compare_runs(
     names = list(functions)
     times: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(warmup + runs):
-        first = turn % len(names)
-        for name in names[first:] + names[:first]:
+        for name in turns(names, turn):
             start = time.perf_counter()
             jax.block_until_ready(functions[name]())
             elapsed_ms = (time.perf_counter() - start) * 1e3
@@ -78,3 +77,15 @@ def compare_runs(
             if on_run is not None:
                 on_run(name)
     return {name: Timing(tuple(runs_ms)) for name, runs_ms in times.items()}
+
+
+def turns(names: Sequence[str], turn: int) -> list[str]:
+    """The order of round `turn`: over 2n rounds (n if even), each of n names follows each other one equally often.
+
+    Whoever runs after a program of large buffers pays for memory that went back to the system; were that always the
+    same one, it would count as its own time. The zigzag of Williams (1949), shifted by one a round.
+    """
+    zigzag = [i // 2 + 1 if i % 2 else -(i // 2) for i in range(len(names))]
+    if len(names) % 2 and turn % 2:
+        zigzag.reverse()
+    return [names[(turn + step) % len(names)] for step in zigzag]
