@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+os.environ |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "-1"}  # before JAX is read: nothing looks for a card
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,7 +39,8 @@ from jax_ep.layer import init_params, param_shardings
 CARD, RANKS = "rtx4090", 8
 SIZES = {"tokens": 2048, "hidden_size": 512, "intermediate_size": 512, "num_experts": 64, "top_k": 8}
 FACTORS = (None, 2.0, 1.25)
-KINDS: tuple[dict[str, Any], ...] = ({}, {"dedup": True}, {"num_chunks": 4}, {"wire_dtype": "int8"})
+KINDS: tuple[dict[str, Any], ...] = ({"dedup": True}, {"num_chunks": 4}, {"wire_dtype": "int8"})  # at the last factor
+COLUMNS = tuple((e, d) for e in ("ragged_dot", "identity") for d in ("forward", "forward+backward"))
 
 
 def main(argv: Sequence[str]) -> None:
@@ -54,20 +57,19 @@ def main(argv: Sequence[str]) -> None:
     )
     rows = []
     console = Console(stderr=True)
+    variants: list[tuple[float | None, dict[str, Any]]] = [(factor, {}) for factor in FACTORS]
+    variants += [(FACTORS[-1], kind) for kind in KINDS]
     for transport in ("all_to_all", "ragged"):
-        for kind, factor in [(k, f) for k in KINDS for f in FACTORS if not (k and f == 2.0)]:
+        for factor, kind in variants:
+            comm = CommConfig(transport=transport, recv_rows_factor=factor, **kind)
             row: dict[str, Any] = {"transport": transport, "recv_rows_factor": factor, **kind}
-            for identity in (False, True):
-                for backward in (False, True):
-                    start = time.perf_counter()
-                    comm = CommConfig(transport=transport, recv_rows_factor=factor, **kind)
-                    name = (
-                        f"{'identity' if identity else 'ragged_dot'}, {'forward+backward' if backward else 'forward'}"
-                    )
-                    row[name] = temporaries(sizes, comm, mesh, backward, identity)
-                    console.print(
-                        f"{transport} {factor} {kind} {name}: {time.perf_counter() - start:.0f} s", style="dim"
-                    )
+            for experts, direction in COLUMNS:
+                if kind and experts == "identity":
+                    continue
+                start = time.perf_counter()
+                name = f"{experts}, {direction}"
+                row[name] = temporaries(sizes, comm, mesh, direction != "forward", experts == "identity")
+                console.print(f"{transport} {factor} {kind} {name}: {time.perf_counter() - start:.0f} s", style="dim")
             rows.append(row)
     record = {
         "card": CARD,
@@ -128,22 +130,20 @@ def print_table(record: dict[str, Any]) -> None:
         f"T={w['tokens']} a rank, H={w['hidden_size']} I={w['intermediate_size']} E={w['num_experts']} K={w['top_k']} "
         f"{w['dtype']}; temporaries a device in MiB, and over those of recv_rows_factor=None"
     )
-    names = [n for n in w["bytes_a_device"][0] if ", " in n]
+    names = [f"{experts}, {direction}" for experts, direction in COLUMNS]
     table = Table(box=None, pad_edge=False, header_style="bold")
     for heading in ("transport", "recv_rows_factor", "", *names):
         table.add_column(heading, no_wrap=True, justify="right" if heading in names else "left")
     base: dict[str, Any] = {}
     for row in w["bytes_a_device"]:
-        kind = {k: v for k, v in row.items() if k not in ("transport", "recv_rows_factor", *names)}
         if row["recv_rows_factor"] is None:
             base = row
-        cells = [f"{row[n] / 2**20:.0f}  x{row[n] / base[n]:.3f}" for n in names]
+        kind = {k: v for k, v in row.items() if k not in ("transport", "recv_rows_factor", *names)}
+        cells = [f"{row[n] / 2**20:.0f}  x{row[n] / base[n]:.3f}" if n in row else "-" for n in names]
         words = ", ".join(f"{k}={v}" for k, v in kind.items())
         table.add_row(row["transport"], str(row["recv_rows_factor"]), words, *cells)
     console.print(table)
 
 
 if __name__ == "__main__":
-    os.environ["JAX_PLATFORMS"] = "cpu"  # before any device is looked for
-    os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     run_main(main)

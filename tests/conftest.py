@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from importlib.metadata import version
 
 DEVICES = 8
 
@@ -12,11 +13,14 @@ DEVICES = 8
 def _test_flags(flags: str) -> str:
     """The caller's flags with our number of devices; and without the code generator's optimisations, unless they say.
 
-    Programs here are small and many, so that nearly all of the time is compilation, which that halves.
+    Programs here are small and many, so that nearly all of the time is compilation, which that halves. So does the
+    older way to emit fusions, where XLA still has it.
     """
     flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", flags)
     if "xla_backend_optimization_level" not in flags:
         flags += " --xla_backend_optimization_level=0"
+    if "xla_cpu_use_fusion_emitters" not in flags and version("jaxlib").startswith("0.10."):
+        flags += " --xla_cpu_use_fusion_emitters=false"
     return f"{flags} --xla_force_host_platform_device_count={DEVICES}".strip()
 
 
