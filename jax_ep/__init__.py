@@ -6,7 +6,7 @@ from jax_ep.layer import MoELayer, init_params, moe, param_shardings
 from jax_ep.ledger import byte_ledger, count_routing
 from jax_ep.local import CHECKPOINT_NAMES
 from jax_ep.model_config import ModelConfig, RopeConfig
-from jax_ep.paths import Dispatched, combine, dispatch, make_plan
+from jax_ep.paths import Dispatched, combine, dispatch, extra_rounds, make_plan, run_experts
 from jax_ep.plan import Plan
 from jax_ep.routing import MoEStats, Routing, balance_loss, balanced_routing, route, router_logits, z_loss
 from jax_ep.sharding import make_mesh
@@ -35,6 +35,7 @@ __all__ = [
     "count_routing",
     "dispatch",
     "exchange",
+    "extra_rounds",
     "grouped_matmul",
     "init_params",
     "make_mesh",
@@ -44,5 +45,6 @@ __all__ = [
     "ragged_all_to_all",
     "route",
     "router_logits",
+    "run_experts",
     "z_loss",
 ]

@@ -40,7 +40,7 @@ def positive_int(field: str, value: Any, works: int, least: int = 1) -> None:
 
 
 def positive_number(field: str, value: Any, works: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < float(value) < float("inf"):
         refuse(field, value, "must be a finite number above 0", works)
 
 
@@ -146,7 +146,7 @@ class CommConfig:
         boolean("dedup", self.dedup)
         positive_int("num_chunks", self.num_chunks, 2)
         if self.wire_dtype is not None:
-            one_of("wire_dtype", self.wire_dtype, WIRE_DTYPES, works="int8")
+            object.__setattr__(self, "wire_dtype", _dtype_name("wire_dtype", self.wire_dtype, WIRE_DTYPES[::-1]))
         one_of("messages", self.messages, MESSAGES, works="rank")
         if self.mode != "packed":
             rule = f'only mode="packed" reads it, and mode is {self.mode!r}'
@@ -291,12 +291,12 @@ class MoEConfig:
         return f"MoEConfig({', '.join(parts)})"
 
 
-def _dtype_name(field: str, value: Any) -> str:
+def _dtype_name(field: str, value: Any, allowed: tuple[str, ...] = DTYPES[::-1]) -> str:
     try:
         name = value if value is None else jnp.dtype(value).name
     except TypeError:
         name = value
-    one_of(field, name, DTYPES[::-1])
+    one_of(field, name, allowed)
     return str(name)
 
 

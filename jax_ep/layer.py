@@ -184,7 +184,7 @@ def _on_mesh(
         check_vma=False,
     )
     if theirs:  # inside, the compiler spreads the work over the user's other axes, as it does over Auto ones
-        outs = (NamedSharding(mesh, y_spec), NamedSharding(mesh, P()))
+        outs = tuple(sharding.explicit_sharding(mesh, spec) for spec in (y_spec, P()))
         run = jax.sharding.auto_axes(run, axes=theirs, out_sharding=outs)
     return run(params, x, token_mask, routing)
 

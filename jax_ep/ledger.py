@@ -58,7 +58,11 @@ def count_routing(experts: Any, config: MoEConfig, *, ranks: int, replicas: int 
       >>> count_routing([[0, 1], [1, 2]], layer, ranks=2).rows[0, :, 0].tolist()  # a token on each rank
       [[1, 0], [1, 1]]
     """
-    ids = _ids_by_rank(np.asarray(experts), config, ranks, replicas)
+    try:
+        given = np.asarray(experts)
+    except ValueError:
+        refuse("experts", type(experts).__name__, "must be one array of integers", "routing.experts")
+    ids = _ids_by_rank(given, config, ranks, replicas)
     padded_e = config.padded_experts(ranks)
     destination = np.sort(ids // (padded_e // ranks), 3)  # R where an assignment goes nowhere
     again = destination[..., 1:] == destination[..., :-1]
@@ -115,7 +119,7 @@ def byte_ledger(
     element = jnp.dtype(config.dtype).itemsize
 
     mode = config.comm.mode
-    if mode == "dense" or ranks == 1:
+    if mode == "dense" or ranks == 1 or t == 0:
         forward, backward, rounds, used = dict.fromkeys(FIGURES, 0), dict.fromkeys(FIGURES, 0), 0, None
     elif mode == "allgather":
         forward, backward, rounds, used = *_allgather(replicas, ranks, t, k, h, element), 1, None
@@ -128,7 +132,7 @@ def byte_ledger(
             refuse("transport", used, "must be ragged, all_to_all or all_gather", "all_to_all")
         forward, backward, rounds = _packed(counts, config, t, used)
 
-    if config.comm.capacity_factor is not None and ranks > 1:
+    if config.comm.capacity_factor is not None and ranks > 1 and t:
         # Ranks tell each other their counts and tokens before they drop rows.
         told = replicas * ranks * (ranks - 1) * (config.num_experts + 1) * _INT
         forward = {**forward, "control": forward["control"] + told, "wire": forward["wire"] + told}
@@ -191,7 +195,8 @@ def _checked(counts: Any, config: MoEConfig) -> RoutingCounts:
     for field, value, usual in (("dedup", config.comm.dedup, False), ("num_chunks", config.comm.num_chunks, 1)):
         if value != usual:
             rule = f"with {field}={value} the sums over a rank's tokens do not say which rows travel"
-            refuse("counts", f"integers{list(counts.shape)}", rule, f"count_routing(experts, config, ranks={ranks})")
+            works = f"count_routing(experts, config, ranks={ranks}, replicas={counts.shape[0]})"
+            refuse("counts", f"integers{list(counts.shape)}", rule, works)
     counts = np.pad(counts, ((0, 0), (0, 0), (0, config.padded_experts(ranks) - counts.shape[2])))
     rows = -(-counts.reshape(*counts.shape[:2], 1, ranks, -1).sum(4) // config.router.top_k)  # the fewest; not read
     return RoutingCounts(counts[:, :, None], rows)

@@ -97,7 +97,7 @@ def routed(
 
     with jax.named_scope("plan"):
         ids = [r.experts for r in routings]
-        plans = paths.make_plans(ids, config, axis_name=axes.expert, transport=transport)
+        plans = paths.make_plans(ids, config, axis_name=axes.expert, transport=transport, own=not own)
     with jax.named_scope("dispatch"):
         arrived = [paths.dispatch(*piece, config) for piece in zip(xs, routings, plans)]
     plans = [d.plan for d in arrived]
@@ -118,7 +118,7 @@ def routed(
         plans = [dataclasses.replace(plan, rounds=most[i]) for i, plan in enumerate(plans)]
     with jax.named_scope("extra_rounds"):
         for i, piece in enumerate(zip(xs, routings)):
-            more = packed.extra_rounds(*piece, expert_params, plans[i], expert_fn, config, loops)
+            more = paths.extra_rounds(*piece, expert_params, plans[i], expert_fn, config, loops)
             ys[i] = ys[i] if more is None else ys[i] + more
     y = jnp.concatenate(ys)
     if own:

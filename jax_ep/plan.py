@@ -91,7 +91,15 @@ class Geometry:
         return max(1, -(-sources * most // self.recv_rows))
 
 
-def geometry(comm: CommConfig, tokens: int, top_k: int, padded_experts: int, ranks: int, transport: str) -> Geometry:
+def geometry(
+    comm: CommConfig,
+    tokens: int,
+    top_k: int,
+    padded_experts: int,
+    ranks: int,
+    transport: str,
+    own: bool | None = None,
+) -> Geometry:
     """The static side of the plan of one piece.
 
     Args:
@@ -101,11 +109,12 @@ def geometry(comm: CommConfig, tokens: int, top_k: int, padded_experts: int, ran
       padded_experts: E, padded to divide over `ranks`.
       ranks: R.
       transport: of packed.
+      own: whether rows for the rank itself take part; None: as `moe` has it, without num_chunks.
     """
     n = max(1, tokens * top_k)
     if comm.mode != "packed" or ranks == 1:
         return Geometry(tokens, top_k, padded_experts, ranks, n)
-    factor, own = comm.recv_rows_factor, comm.num_chunks == 1
+    factor, own = comm.recv_rows_factor, comm.num_chunks == 1 if own is None else own
     if comm.dedup:
         balanced, most = tokens * rows_a_token(padded_experts, top_k, ranks), max(1, tokens)
         q = quota(most, balanced / ranks, factor)
@@ -388,9 +397,10 @@ def travel(pairs: jax.Array, room: int, step: jax.Array | int = 0) -> Travel:
 def capacity(factor: float, tokens: Any, top_k: int, num_experts: int) -> Any:
     """ceil(factor * tokens * K / E), rows that an expert takes; exact in 32 bits for an int32 `tokens`, traced or not.
 
-    The factor counts as the nearest fraction with a denominator of at most 100, and as E where it is more.
+    The factor counts as the nearest fraction with a denominator of at most 100 (and at least 1/100), and as E where it
+    is more.
     """
-    share = fractions.Fraction(str(min(factor, num_experts))).limit_denominator(100)
+    share = max(fractions.Fraction(str(min(factor, num_experts))).limit_denominator(100), fractions.Fraction(1, 100))
     n, d = share.numerator, share.denominator * num_experts
     whole, rest = tokens * top_k // d, tokens * top_k % d
     return n * whole - (-n * rest // d)

@@ -143,13 +143,24 @@ def explicit_axes(mesh: Mesh | AbstractMesh, besides: set[str] | None = None) ->
     return tuple(n for n, kind in kinds if kind == AxisType.Explicit and n not in (besides or ()))
 
 
+def explicit_sharding(mesh: Mesh | AbstractMesh, spec: P) -> NamedSharding:
+    """What `spec` says of Explicit axes; that of axes of another type is left to the compiler."""
+    explicit = explicit_axes(mesh)
+
+    def entry(names: Any) -> Any:
+        several = names if isinstance(names, tuple) else (names,)
+        return tuple(n for n in several if n in explicit) or None
+
+    return NamedSharding(mesh, P(*(entry(names) for names in spec)))
+
+
 def place(tree: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:
     """Moves arrays to `specs` where the mesh has Explicit axes, which shard_map insists on; elsewhere changes
     nothing.
     """
     if not explicit_axes(mesh):
         return tree
-    return jax.tree.map(lambda a, spec: jax.sharding.reshard(a, NamedSharding(mesh, spec)), tree, specs)
+    return jax.tree.map(lambda a, spec: jax.sharding.reshard(a, explicit_sharding(mesh, spec)), tree, specs)
 
 
 def pad_rows(a: jax.Array, rows: int, value: Any = 0) -> jax.Array:

@@ -471,7 +471,9 @@ def test_counts_of_several_plans_cross_in_one_collective():
 @pytest.mark.parametrize(
     ("part", "messages", "named"),
     [
-        (dict(rows=(12, 3), counts=(4, 4), capacity=12), 2, r"parts\[0\].counts"),
+        (dict(rows=(12, 3), counts=(4, 4), capacity=12), 2, "messages='expert'.*messages='rank' works"),
+        (dict(rows=(12, 3), counts=(4, 4), capacity=12.0), 1, r"parts\[0\].capacity"),
+        (dict(rows=(12, 0), counts=(4, 4), capacity=12), 1, r"parts\[0\].rows"),
         (dict(rows=(12, 3), counts=(4, 3), capacity=12), 1, r"parts\[0\].counts"),
         (dict(rows=(12, 3), counts=(4, 4), capacity=16), 1, r"parts\[0\] rows and capacity"),
         (dict(rows=(11, 3), counts=(4, 4)), 1, r"parts\[0\] rows and capacity"),

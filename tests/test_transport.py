@@ -307,3 +307,24 @@ def travels(s, d, h, assignment, slot, ids, g):
     if a >= g.assignments or slot[s].reshape(-1)[a] != h:
         return False
     return ids[s].reshape(-1)[a] // g.local_experts == d
+
+
+@pytest.mark.parametrize(
+    ("parts", "named"),
+    [
+        ([], r"parts=\[\]: must hold at least one"),
+        ([jnp.zeros((12, 3))], r"parts\[0\]='ArrayImpl': must be a Part of arrays"),
+        ([Part([[0.0] * 3] * 12)], r"parts\[0\]='Part': must be a Part of arrays"),
+        ([Part(jnp.zeros((12, 3), jnp.int4))], r"parts\[0\].rows='int4': must be of a real dtype"),
+        ([Part(jnp.zeros((12, 3), jnp.complex64))], r"parts\[0\].rows='complex64'"),
+        ([Part(jax.random.split(jax.random.key(0), (12, 3)))], r"parts\[0\].rows='key<fry>'"),
+        ([Part(jnp.zeros((12, 3)), wire_dtype="int4")], r"parts\[0\].wire_dtype='int4'"),
+        ([Part(jnp.zeros((12, 3), jnp.int32), wire_dtype="int8")], r"wire_dtype='int8': rows are int32"),
+        ([Part(jnp.zeros((12, 3)), capacity=12)], r"parts\[0\].capacity=12"),
+    ],
+)
+def test_exchange_refuses_parts_that_are_none(parts, named):
+    g = Geometry(6, 2, 8, 4, quota=12, transport="ragged")
+    plan = planning.start_plan(jnp.zeros((6, 2), jnp.int32), g, jnp.int32(0), "expert")
+    with pytest.raises(ConfigError, match=named):
+        exchange(parts, plan)

@@ -6,9 +6,11 @@ Letters: T tokens, K top_k, H hidden, M rows beside the experts.
     dispatched = dispatch(x, routing, plan, config)
     rows = run_experts(expert_fn, dispatched, params)
     y = combine(rows, dispatched, routing, config)
+    more = extra_rounds(x, routing, params, dispatched.plan, expert_fn, config)  # None: one round holds any routing
+    y = y if more is None else y + more
 
-Where config allows packed several rounds, packed.extra_rounds gives what the later ones add; where it asks for several
-pieces, packed.own_experts gives the rows that no plan holds.
+Several pieces (num_chunks) are several such plans over parts of the tokens; `moe` then leaves a rank's own rows out of
+them (make_plans(own=False)) and adds packed.own_experts.
 
 One rank (axis_name None, or an axis of size 1) exchanges nothing, in any mode.
 """
@@ -24,16 +26,17 @@ from jax_ep import plan as planning
 from jax_ep.config import MoEConfig, refuse
 from jax_ep.paths import allgather, packed, padded
 from jax_ep.paths.common import Dispatched, ExpertFn, grouped
+from jax_ep.paths.packed import extra_rounds
 from jax_ep.paths.windows import run_experts
 from jax_ep.plan import Plan
 from jax_ep.routing import Routing
 from jax_ep.transport import share_counts
 
-__all__ = ["Dispatched", "ExpertFn", "combine", "dispatch", "make_plan", "make_plans", "run_experts"]
+__all__ = ["Dispatched", "ExpertFn", "combine", "dispatch", "extra_rounds", "make_plan", "make_plans", "run_experts"]
 
 
 def make_plan(experts: jax.Array, config: MoEConfig, *, axis_name: str | None, transport: str = "all_to_all") -> Plan:
-    """experts [T, K] of this rank -> Plan. On the ragged transport this is where the counts are shared.
+    """experts [T, K] of this rank -> Plan, of one piece. On the ragged transport this is where the counts are shared.
 
     Args:
       experts: int32 expert ids; outside [0, padded num_experts) goes nowhere.
@@ -45,19 +48,32 @@ def make_plan(experts: jax.Array, config: MoEConfig, *, axis_name: str | None, t
 
 
 def make_plans(
-    pieces: Sequence[jax.Array], config: MoEConfig, *, axis_name: str | None, transport: str = "all_to_all"
+    pieces: Sequence[jax.Array],
+    config: MoEConfig,
+    *,
+    axis_name: str | None,
+    transport: str = "all_to_all",
+    own: bool = True,
 ) -> list[Plan]:
-    """A plan for each piece [T_i, K] of this rank's tokens, as `make_plan` does; their counts are shared together."""
+    """A plan for each piece [T_i, K] of this rank's tokens, as `make_plan` does; their counts are shared together.
+
+    own=False leaves out rows for the rank's own experts (of packed).
+    """
     if config.comm.mode == "dense":
         refuse("mode", "dense", "every expert runs on every token, there is nothing to plan", "packed")
+    if transport not in ("ragged", "all_to_all", "all_gather"):
+        refuse("transport", transport, "must be ragged, all_to_all or all_gather (`moe` resolves auto)", "all_to_all")
+    for experts in pieces:
+        if experts.ndim != 2 or 0 in experts.shape:
+            refuse("experts", list(experts.shape), "must be [T, K] with at least one of each", [1, config.router.top_k])
     ranks = 1 if axis_name is None else jax.lax.axis_size(axis_name)
     rank = jnp.int32(0) if axis_name is None else jax.lax.axis_index(axis_name)
     exchanged = ranks > 1 and config.comm.mode == "packed"
     plans = []
     for experts in pieces:
         tokens, top_k = experts.shape
-        g = planning.geometry(config.comm, tokens, top_k, config.padded_experts(ranks), ranks, transport)
-        rows = packed.row_experts(experts, config, ranks, rank) if exchanged else experts
+        g = planning.geometry(config.comm, tokens, top_k, config.padded_experts(ranks), ranks, transport, own)
+        rows = packed.row_experts(experts, config, ranks, rank, own) if exchanged else experts
         plans.append(planning.start_plan(rows, g, rank, axis_name))
     return share_counts(plans) if exchanged else plans
 
@@ -74,7 +90,9 @@ def dispatch(x: jax.Array, routing: Routing, plan: Plan, config: MoEConfig) -> D
 
 
 def combine(rows: jax.Array, dispatched: Dispatched, routing: Routing, config: MoEConfig) -> jax.Array:
-    """Expert rows [M, H] -> y [T, H] at home, summed in float32 and not yet rounded."""
+    """Expert rows [M, H] -> y [T, H] at home, summed in float32 and not yet rounded; of packed, what the first round
+    brought (see `extra_rounds`).
+    """
     if dispatched.plan.geometry.ranks == 1:
         return rows.astype(jnp.float32)
     if config.comm.mode == "allgather":

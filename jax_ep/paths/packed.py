@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep import plan as planning
-from jax_ep.config import CommConfig, MoEConfig
+from jax_ep.config import CommConfig, MoEConfig, refuse
 from jax_ep.paths.common import Dispatched, ExpertFn, grouped
 from jax_ep.paths.dedup import slots
 from jax_ep.paths.rows import collect, place, spread
@@ -42,26 +42,26 @@ class Beside(NamedTuple):
     experts: jax.Array | None
 
 
-def row_experts(experts: jax.Array, config: MoEConfig, ranks: int, rank: jax.Array) -> jax.Array:
+def row_experts(experts: jax.Array, config: MoEConfig, ranks: int, rank: jax.Array, own: bool) -> jax.Array:
     """experts [T, K] -> [T, J], what the plan sorts rows by: their experts, or of deduplicated rows their ranks."""
-    experts = _travelling(experts, config, ranks, rank)
+    padded = config.padded_experts(ranks)
+    experts = _travelling(experts, padded // ranks, rank, own)
     if not config.comm.dedup:
         return experts
-    return slots(experts, jnp.zeros(experts.shape, jnp.float32), config.padded_experts(ranks), ranks).destination
+    return slots(experts, jnp.zeros(experts.shape, jnp.float32), padded, ranks).destination
 
 
-def _travelling(experts: jax.Array, config: MoEConfig, ranks: int, rank: jax.Array) -> jax.Array:
-    """With several pieces, the rank's own experts are not for the exchange."""
-    if config.comm.num_chunks == 1:
-        return experts
-    return jnp.where(experts // (config.padded_experts(ranks) // ranks) == rank, NOWHERE, experts)
+def _travelling(experts: jax.Array, local: int, rank: jax.Array, own: bool) -> jax.Array:
+    """Without those of the rank itself, where they take no part in the exchange."""
+    return experts if own else jnp.where(experts // local == rank, NOWHERE, experts)
 
 
 def _beside(routing: Routing, plan: Plan, config: MoEConfig) -> Beside:
     ranks = plan.geometry.ranks
     if not config.comm.dedup:
         return Beside(routing.weights[..., None], None)
-    experts, padded = _travelling(routing.experts, config, ranks, plan.rank), config.padded_experts(ranks)
+    padded = config.padded_experts(ranks)
+    experts = _travelling(routing.experts, padded // ranks, plan.rank, plan.geometry.own)
     found = slots(experts, routing.weights, padded, ranks)
     return Beside(found.weights, (found.experts + 1) % (padded // ranks + 1))
 
@@ -140,14 +140,25 @@ def extra_rounds(
     config: MoEConfig,
     loops: bool = True,
 ) -> jax.Array | None:
-    """What rounds 2.. add to the sums [T, H], float32; None where no routing can need them.
+    """What rounds 2.. add to the sums [T, H] of `combine`, float32; None where no routing can need them.
 
     A loop whose trip count every rank knows. Nothing of a round is kept: its backward sends the rows again, with their
     cotangents and weights beside them in one exchange, recomputes, and brings the gradients of rows and weights home
     in another.
+
+    Args:
+      x: [T, H].
+      routing: of these tokens.
+      params: of the experts held here, as expert_fn takes them.
+      plan: complete, as `dispatch` returns it.
+      expert_fn: as for `run_experts`.
+      config: the layer.
+      loops: as for `run_experts`.
     """
     if plan.geometry.max_rounds == 1:
         return None
+    if plan.rounds is None:
+        refuse("plan.rounds", None, "they come with the first dispatch", "dispatch(...).plan")
     return _extra(_How(expert_fn, config, loops), x, _beside(routing, plan, config), params, plan)
 
 

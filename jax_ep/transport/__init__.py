@@ -70,6 +70,8 @@ def exchange(
     g = plan.geometry
     if plan.axis_name is None or g.ranks == 1:
         refuse("plan ranks", g.ranks, "one rank exchanges nothing", 2)
+    if not parts:
+        refuse("parts", [], "must hold at least one", "[Part(rows)]")
     sizes, groups, known = [(g.home_rows, g.recv_rows)], [], {}  # of each group; of each part; group of each counts
     counts: list[jax.Array] = []
     for i, part in enumerate(parts):
@@ -99,6 +101,8 @@ def exchange(
 
 
 def _check(i: int, part: Part, plan: Plan, reverse: bool) -> None:
+    if not isinstance(part, Part) or not all(hasattr(a, "dtype") for a in part[:2] if a is not None):
+        refuse(f"parts[{i}]", type(part).__name__, "must be a Part of arrays", "Part(rows)")
     g, name, shape, dtype = plan.geometry, f"parts[{i}]", list(part.rows.shape), part.rows.dtype
     side, own = "away" if reverse else "home", part.counts is not None
     rows = g.recv_rows if reverse else g.home_rows
@@ -107,7 +111,8 @@ def _check(i: int, part: Part, plan: Plan, reverse: bool) -> None:
         refuse(
             f"{name}.rows", shape, f"must be {wanted}, the {side} rows of this {'part' if own else 'plan'}", [rows, 8]
         )
-    if jnp.issubdtype(dtype, jnp.complexfloating) or dtype.itemsize not in (1, 2, 4, 8):
+    whole = jnp.issubdtype(dtype, jnp.number) and not jnp.issubdtype(dtype, jnp.complexfloating)
+    if dtype != jnp.bool_ and not (whole and jax.dtypes.itemsize_bits(dtype) in (8, 16, 32, 64)):
         refuse(f"{name}.rows", dtype.name, "must be of a real dtype of 1, 2, 4 or 8 bytes", "float32")
     if part.counts is None:
         if part.capacity is not None:
@@ -127,10 +132,10 @@ def _check_own_counts(name: str, part: Part, counts: jax.Array, plan: Plan) -> N
         have = f"{counts.dtype.name}{list(counts.shape)}"
         refuse(f"{name}.counts", have, "must be integers, one a (home rank, away rank)", f"int32{list(square)}")
     if g.messages > 1:
-        refuse(f"{name}.counts", list(square), 'messages="expert" moves the plan\'s rows alone', None)
-    if g.ragged:
+        refuse("messages", "expert", f"it moves the plan's rows alone, and {name} has counts of its own", "rank")
+    if g.ragged or part.capacity is not None:
         positive_int(f"{name}.capacity", part.capacity, rows, least=0)
-    elif rows % g.ranks or part.capacity not in (None, rows):
+    if not g.ragged and (rows % g.ranks or part.capacity not in (None, rows)):
         works = -(-rows // g.ranks) * g.ranks
         rule = f"on all_to_all rows and capacity are one multiple of the {g.ranks} ranks"
         refuse(f"{name} rows and capacity", [rows, part.capacity], rule, [works, works])
