@@ -6,6 +6,8 @@ Letters: H hidden, D head_dim.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
+from typing import Any
 
 from jax_ep.config import MoEConfig, RouterConfig, boolean, one_of, positive_int, positive_number, refuse
 
@@ -129,7 +131,7 @@ class ModelConfig:
         for field in ("attention_multiplier", "qkv_clip"):
             if getattr(self, field) is not None:
                 positive_number(field, getattr(self, field), 1.0)
-        if self.balance_loss_coef != 0:
+        if self.balance_loss_coef != 0 or isinstance(self.balance_loss_coef, bool):
             positive_number("balance_loss_coef", self.balance_loss_coef, 0.01)
         if self.qk_norm is not None:
             one_of("qk_norm", self.qk_norm, ("head", "projection"), works="head")
@@ -137,16 +139,22 @@ class ModelConfig:
         if self.window is not None:
             positive_int("window", self.window, 4096)
         if self.window_layers is not None:
-            object.__setattr__(self, "window_layers", tuple(self.window_layers))
+            object.__setattr__(self, "window_layers", _tuple("window_layers", self.window_layers, None))
             if self.window is None:
                 refuse("window_layers", self.window_layers, "there is no window (window=None)", None)
             if len(self.window_layers) != self.num_layers or not all(isinstance(w, bool) for w in self.window_layers):
                 rule = f"must hold a bool for each of num_layers={self.num_layers}"
                 refuse("window_layers", self.window_layers, rule, (True,) * self.num_layers)
-        object.__setattr__(self, "stop_tokens", tuple(self.stop_tokens))
+        object.__setattr__(self, "stop_tokens", _tuple("stop_tokens", self.stop_tokens, ()))
         for token in self.stop_tokens:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
                 refuse("stop_tokens", self.stop_tokens, f"must be ids in [0, vocab_size={self.vocab_size})", ())
         if self.overlap_moe_expert_parallel_comm is not False:
             field = "overlap_moe_expert_parallel_comm"
             refuse(field, self.overlap_moe_expert_parallel_comm, "is not built yet", False)
+
+
+def _tuple(field: str, value: Any, works: Any) -> tuple[Any, ...]:
+    if isinstance(value, str) or not isinstance(value, Iterable):
+        refuse(field, value, "must be a sequence", works)
+    return tuple(value)
