@@ -252,36 +252,32 @@ def test_exchange_and_its_transpose(transport):
 @pytest.mark.parametrize("transport", ["ragged", "all_gather"])
 @pytest.mark.parametrize("with_keys", [False, True])
 def test_own_rows_do_not_cross(monkeypatch, transport, with_keys):
-    """What the collective is handed for the rank itself is empty, there and back, and the rows arrive all the same."""
+    """The collective is handed no row for the rank itself, there or back, and those rows arrive all the same."""
     ranks, g = 4, Geometry(6, 2, 8, 4, quota=12, transport=transport)
-    handed = []
 
     def spy(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
+        """The real thing, spoilt where a rank sends to itself."""
         me = jax.lax.axis_index(axis_name)
-        handed.append(jnp.stack([send_sizes[me], recv_sizes[me], send_sizes.sum()]))
         slices = (input_offsets, send_sizes, output_offsets, recv_sizes)
-        return emulated_ragged_all_to_all(operand, output, *slices, axis_name=axis_name)
+        moved = emulated_ragged_all_to_all(operand, output, *slices, axis_name=axis_name)
+        return jnp.where((send_sizes[me] > 0) | (recv_sizes[me] > 0), 0, moved)
 
     for name in ("native_or_emulated", "emulated_ragged_all_to_all"):
         monkeypatch.setattr(ragged, name, spy)
     keys = [Part(jnp.ones((4 * 5, 2)), jnp.full((4, 4), 5), 20)] if with_keys else []
 
     def run(ids, hidden):
-        handed.clear()
         (plan,) = share_counts([planning.start_plan(ids, g, jax.lax.axis_index("expert"), "expert")])
         there, _ = exchange([Part(hidden), *keys], plan)
         back, _ = exchange(there, plan, reverse=True)
-        return back[0].rows, jnp.stack(handed), plan.send_counts
+        return back[0].rows, plan.send_counts
 
     rng = np.random.default_rng(0)
     ids = jnp.asarray(rng.integers(0, 8, (ranks * 6, 2)), jnp.int32)
     hidden = jnp.asarray(rng.normal(size=(ranks * 12, 3)), jnp.float32)
-    back, sizes, counts = sharded(run, ranks, 2, 3)(ids, hidden)
+    back, counts = jax.jit(sharded(run, ranks, 2, 2))(ids, hidden)
+    assert np.diagonal(np.asarray(counts).reshape(ranks, ranks)).any()
     np.testing.assert_array_equal(back, hidden)
-    sizes, counts = np.asarray(sizes).reshape(ranks, 2, 3), np.asarray(counts).reshape(ranks, ranks)
-    assert (sizes[..., :2] == 0).all() and np.diagonal(counts).sum() > 0
-    if not with_keys:
-        np.testing.assert_array_equal(sizes[:, 0, 2], counts.sum(1) - np.diagonal(counts))
 
 
 @pytest.mark.parametrize(
