@@ -4,6 +4,7 @@
 #   make compare ARGS="--backward"      arguments of scripts/compare.py
 #   make test                           the tests;  ARGS="tests/test_plan.py -x" goes to pytest
 #   make bench                          grouped products and the one-device layer against dense ones
+#   make generate                       tokens from a tiny model; ARGS="--model FOLDER --prompt Hello" from a published one
 #   make temporaries                    memory of the layer on 8 x RTX 4090, compiled here: its own environment, about 5 GB
 #   make lint                           ruff and mypy
 #   make clean                          removes the environment
@@ -17,11 +18,14 @@ ARGS ?=
 
 RUN := $(VENV)/bin/python
 
-.PHONY: compare test bench temporaries lint clean
+.PHONY: compare generate test bench temporaries lint clean
 .DELETE_ON_ERROR:
 
 compare: $(VENV)/.installed-plot
 	$(RUN) scripts/compare.py $(ARGS)
+
+generate: $(VENV)/.installed-hub
+	$(RUN) scripts/generate.py $(ARGS)
 
 test: $(VENV)/.installed-test
 	$(RUN) -m pytest -n $(JOBS) --dist loadfile $(ARGS)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import numbers
+import sys
 from typing import Any, NoReturn
 
 import jax.numpy as jnp
@@ -40,7 +41,7 @@ def positive_int(field: str, value: Any, works: int, least: int = 1) -> None:
 
 
 def positive_number(field: str, value: Any, works: float) -> None:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < float(value) < float("inf"):
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 < value <= sys.float_info.max:  # type: ignore[operator]
         refuse(field, value, "must be a finite number above 0", works)
 
 
@@ -113,7 +114,7 @@ class CommConfig:
       dedup: one row a (token, destination rank), however many of its experts live there; their slots and weights
         travel beside it, and one sum comes back. The sum is taken in float32 and rounded to the layer's dtype once a
         rank, so it rounds otherwise than without dedup. Balanced rows, of which the receive buffer holds
-        recv_rows_factor times, are then those of a uniform routing, `plan.rows_a_token` of them a token.
+        recv_rows_factor times, are then those of a uniform routing, `jax_ep.plan.rows_a_token` of them a token.
       num_chunks: the tokens of a rank go in this many pieces, each with its own exchanges and buffers, so that one
         piece's can run beside another's experts. Rows for the rank's own experts then take part in no exchange.
       wire_dtype: "int8" or "float8_e4m3fn": rows travel to their experts so, with one float32 scale a block of 128

@@ -152,7 +152,7 @@ class Engine:
         self, prompts: Sequence[Sequence[int]], sampling: Sampling | Sequence[Sampling] | None = None
     ) -> Generation:
         """All of `stream` at once; arguments as there."""
-        speed = Speed()
+        speed, prompts = Speed(), list(prompts)
         tokens: list[list[int]] = [[] for _ in prompts]
         finish = ["" for _ in prompts]
         for token in self.stream(prompts, sampling, speed):
@@ -182,6 +182,7 @@ class Engine:
         return self._stream(arrays, self._check(arrays, sampling), Speed() if speed is None else speed)
 
     def _stream(self, prompts: list[np.ndarray], samplings: list[Sampling], speed: Speed) -> Iterator[Token]:
+        vars(speed).update(vars(Speed()))  # of this stream alone
         size = 1
         if self.mesh is not None:
             axes = sharding.layer_axes(self.config.moe, self.mesh)
@@ -280,6 +281,9 @@ class Engine:
             samplings = [dataclasses.replace(sampling, seed=(sampling.seed + i) % SEEDS) for i in range(len(prompts))]
         else:
             samplings = list(sampling)
+            for one in samplings:
+                if not isinstance(one, Sampling):
+                    refuse("sampling", type(one).__name__, "must be a Sampling, or one for each prompt", "Sampling()")
         if len(samplings) != len(prompts):
             refuse("sampling", f"{len(samplings)} of them", f"there are {len(prompts)} prompts", "one for all")
         for i, (prompt, one) in enumerate(zip(prompts, samplings, strict=True)):

@@ -48,6 +48,11 @@ class RopeConfig:
             positive_number(field, getattr(self, field), works)
         for field, works in (("beta_fast", 32.0), ("beta_slow", 1.0)):
             positive_number(field, getattr(self, field), works)
+        if self.theta <= 1:
+            refuse("theta", self.theta, "must be above 1: later pairs turn slower", 10000.0)
+        if self.scaling == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            rule = f"must be above low_freq_factor={self.low_freq_factor}"
+            refuse("high_freq_factor", self.high_freq_factor, rule, self.low_freq_factor * 4)
         boolean("truncate", self.truncate)
         if self.attention_factor is not None:
             positive_number("attention_factor", self.attention_factor, 1.0)

@@ -42,6 +42,8 @@ class Sampling:
         positive_int("max_new_tokens", self.max_new_tokens, 64)
         if self.temperature != 0:
             positive_number("temperature", self.temperature, 0.7)
+            if not 1e-30 <= self.temperature <= 1e30:
+                refuse("temperature", self.temperature, "must be 0, or within 1e-30 and 1e30", 0.7)
         positive_number("top_p", self.top_p, 0.9)
         if self.top_p > 1:
             refuse("top_p", self.top_p, "is a probability, above 0 and at most 1", 0.9)
@@ -49,6 +51,8 @@ class Sampling:
         if self.seed >= SEEDS:
             refuse("seed", self.seed, f"must be below {SEEDS}", self.seed % SEEDS)
         if self.stop_tokens is not None:
+            if not isinstance(self.stop_tokens, Sequence):
+                refuse("stop_tokens", self.stop_tokens, "must be a sequence of ids, or None", (2,))
             object.__setattr__(self, "stop_tokens", tuple(self.stop_tokens))
             for token in self.stop_tokens:
                 positive_int("stop_tokens", token, 2, least=0)
@@ -85,6 +89,7 @@ def sample(
     if not draws:
         return likeliest
     drawn_at = settings.temperatures > 0
+    logits = logits - logits.max(-1, keepdims=True)  # so that nothing overflows at a low temperature
     logits = logits / jnp.where(drawn_at, settings.temperatures, 1)[:, None]
     if nucleus:
         logits = jax.vmap(_nucleus)(logits, settings.top_ps)
@@ -100,7 +105,7 @@ def _nucleus(logits: jax.Array, top_p: jax.Array) -> jax.Array:
     """-inf for all but the likeliest tokens that together have at least top_p; those that equal the last one stay."""
     falling = jnp.sort(logits, descending=True)  # [V]
     probs = jax.nn.softmax(falling)
-    kept = (jnp.cumsum(probs) - probs < top_p) | (top_p >= 1)
+    kept = ((jnp.cumsum(probs) - probs < top_p) | (top_p >= 1)).at[0].set(True)  # a top_p may be 0 in float32
     least = jnp.min(jnp.where(kept, falling, jnp.inf))
     return jnp.where(logits >= least, logits, -jnp.inf)
 

@@ -51,6 +51,9 @@ def run_main(main: Callable[[Sequence[str]], None]) -> NoReturn:
     except KeyboardInterrupt:
         print(f"{Path(sys.argv[0]).name}: interrupted; nothing was written", file=sys.stderr)
         sys.exit(130)
+    except BrokenPipeError:  # whoever read the output has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
     except (UsageError, ConfigError) as error:
         line = " ".join(str(error).split())
         print(f"{Path(sys.argv[0]).name}: error: {line}", file=sys.stderr)
@@ -213,16 +216,17 @@ def simulate_devices(count: int | None, default: int = 8) -> None:
 
 def refuse_bad_folder(folder: Path, *names: str) -> None:
     """Says now, not after minutes of work, that results of these names cannot be written. Creates nothing."""
+    works = f"--out out/{names[0].split('.')[0]} works"
     for name in names:
         if (folder / name).is_dir():
-            raise UsageError(f"out={str(folder)!r}: {folder / name} is a folder; --out out/compare works")
+            raise UsageError(f"out={str(folder)!r}: {folder / name} is a folder; {works}")
     existing = folder
     while not existing.exists() and existing != existing.parent:
         existing = existing.parent
     if not existing.is_dir():
-        raise UsageError(f"out={str(folder)!r}: {existing} is a file; --out out/compare works")
+        raise UsageError(f"out={str(folder)!r}: {existing} is a file; {works}")
     if not os.access(existing, os.W_OK):
-        raise UsageError(f"out={str(folder)!r}: {existing} cannot be written to; --out out/compare works")
+        raise UsageError(f"out={str(folder)!r}: {existing} cannot be written to; {works}")
 
 
 def write_files(folder: Path, contents: dict[str, bytes]) -> None:

@@ -44,12 +44,14 @@ class FileTokenizer:
             import tokenizers
         except ImportError:
             raise UsageError(
-                f"{path}: reading it needs tokenizers; pip install 'jax_ep[hub]' works, and so does --ids without it"
+                f"{path}: reading it needs tokenizers; pip install tokenizers works, and so does --ids without it"
             ) from None
         try:
             self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
         except Exception as error:  # the package raises Exception itself
             raise UsageError(f"{path}: cannot be read: {error}; --ids 1,2,3 works without it") from None
+        self._tokenizer.no_padding()  # the file may ask for both, which would change the prompt
+        self._tokenizer.no_truncation()
 
     def encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text).ids)

@@ -12,6 +12,7 @@ the CPU and says so. Writes OUT/generate.json.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import json
 import runpy
@@ -34,13 +35,14 @@ from _common import (
     Parser,
     UsageError,
     load_config,
+    nearest,
     override,
     refuse_bad_folder,
     run_main,
     simulate_devices,
     write_files,
 )
-from _tokens import ByteTokenizer, TextStream, Tokenizer, printable, tokenizer_of
+from _tokens import TOKENIZER, ByteTokenizer, TextStream, Tokenizer, printable, tokenizer_of
 from jax_ep import CommConfig, ConfigError, ModelConfig, make_mesh
 from jax_ep.engine import Engine, Generation, Speed, Token
 from jax_ep.models import from_pretrained, save_pretrained
@@ -108,6 +110,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     args = parser.parse_known_or_refuse(argv)
     if args.devices is not None and args.devices < 1:
         raise UsageError(f"devices={args.devices}: must be at least 1; --devices 8 works")
+    args.ids = [_ids("ids", text) for text in args.ids or ()]
     if args.model is not None and args.config is not None:
         raise UsageError("--model and --config: a folder has its own configuration; --model alone works")
     if args.model is None and args.dtype is not None:
@@ -159,11 +162,12 @@ def _load(args: argparse.Namespace, mesh: jax.sharding.Mesh) -> tuple[Decoder, T
     if args.model is not None:
         if not args.model.is_dir():
             raise UsageError(
-                f"model={str(args.model)!r}: there is no such folder; without --model a random one is made"
+                f"model={str(args.model)!r}: there is no such folder, and nothing is fetched; without --model a random "
+                "one is made"
             )
         tokenizer = tokenizer_of(args.model, wanted=bool(args.prompt))
-        comm = override(CommConfig(), args.overrides)
-        notes = [] if tokenizer else ["there is no tokenizer that could be read: ids in, ids out"]
+        comm = _comm(args.overrides)
+        notes = [] if tokenizer else [f"no {TOKENIZER}, or no package tokenizers to read it: ids in, ids out"]
         return from_pretrained(args.model, mesh, comm, args.dtype), tokenizer, notes
     config: ModelConfig = override(load_model_config(args.config or "tiny_decoder"), args.overrides)
     decoder = Decoder(config, mesh, rngs=nnx.Rngs(args.seed))
@@ -182,6 +186,16 @@ def _load(args: argparse.Namespace, mesh: jax.sharding.Mesh) -> tuple[Decoder, T
         tokenizer,
         [*notes, f"it was saved as a {family} checkpoint of {size / 2**20:.1f} MiB and loaded again"],
     )
+
+
+def _comm(overrides: Sequence[str]) -> CommConfig:
+    """How tokens travel; all else is the loaded model's."""
+    fields = [field.name for field in dataclasses.fields(CommConfig)]
+    for key in (item.partition("=")[0].strip() for item in overrides):
+        if key not in fields:
+            rule = "with --model only how tokens travel can be set"
+            raise UsageError(f"unknown key {key!r}: {rule}{nearest(key, fields)}")
+    return override(CommConfig(), overrides)
 
 
 def load_model_config(name: str) -> ModelConfig:
@@ -209,10 +223,9 @@ def _family(config: ModelConfig) -> str | None:
 
 def _prompts(args: argparse.Namespace, config: ModelConfig, tokenizer: Tokenizer | None) -> list[list[int]]:
     texts = list(args.prompt or ())
-    given = [_ids("ids", text) for text in args.ids or ()]
     if texts and tokenizer is None:
         raise UsageError(f"prompt={texts[0]!r}: nothing reads text for this vocabulary; --ids 1,2,3 works")
-    if not texts and not given:
+    if not texts and not args.ids:
         if tokenizer is None:
             rng = np.random.default_rng(args.seed)
             return [rng.integers(0, config.vocab_size, length).tolist() for length in (16, 9, 1)]
@@ -221,7 +234,7 @@ def _prompts(args: argparse.Namespace, config: ModelConfig, tokenizer: Tokenizer
     for text, ids in zip(texts, encoded):
         if not ids:
             raise UsageError(f"prompt={text!r}: holds no token; --prompt {PROMPTS[0]!r} works")
-    return encoded + given
+    return encoded + args.ids
 
 
 def _show(stream: Iterable[Token], prompts: list[list[int]], tokenizer: Tokenizer | None, speed: Speed) -> Generation:

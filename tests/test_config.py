@@ -82,7 +82,7 @@ REFUSALS = [
     ],
     (CommConfig, "dedup", 1, {}, "must be True or False"),
     *[(CommConfig, "num_chunks", bad, {}, "must be an integer of at least 1") for bad in (0, -1, 2.0, True, None)],
-    *[(CommConfig, "wire_dtype", bad, {}, "must be one of int8, float8_e4m3fn") for bad in ("int4", "bfloat16", 8)],
+    *[(CommConfig, "wire_dtype", bad, {}, "must be one of float8_e4m3fn, int8") for bad in ("int4", "bfloat16", 8)],
     (CommConfig, "messages", "token", {}, "must be one of rank, expert"),
     (CommConfig, "messages", "expert", {"dedup": True}, "a row serves several experts"),
     (OverlapConfig, "delay_wgrad_compute", True, {}, "not built yet"),

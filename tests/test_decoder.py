@@ -212,3 +212,25 @@ def test_refusals_name_what_is_wrong():
     explicit = Mesh(np.array(jax.devices()[:2]), ("expert",), axis_types=(AxisType.Explicit,))
     with pytest.raises(ConfigError, match="axis_types"):
         forward(params, ids, config, mesh=explicit)
+
+
+@pytest.mark.parametrize("given", ["ids", "labels"])
+def test_loss_of_narrow_unsigned_ids(given):
+    """-100, which marks what takes no part, is 156 in uint8."""
+    config = dataclasses.replace(TINY["mixtral"], vocab_size=256)
+    params = init_decoder(config, jax.random.key(0))
+    ids = np.array([[1, 156, 3, 156]], np.int32)
+    want = loss(params, ids, config)[0]
+    narrow = ids.astype(np.uint8)
+    got = loss(params, narrow, config)[0] if given == "ids" else loss(params, ids, config, labels=narrow)[0]
+    assert float(got) == float(want)
+
+
+@pytest.mark.parametrize(("ids", "message"), [([[5000]], "input_ids holds=5000"), ([[-5]], "input_ids holds=-5")])
+def test_the_module_refuses_ids_outside_the_vocabulary(ids, message):
+    decoder = Decoder(TINY["mixtral"], rngs=nnx.Rngs(0))
+    for array in (np.array(ids), jnp.array(ids)):
+        with pytest.raises(ConfigError, match=message):
+            decoder(array)
+    with pytest.raises(ConfigError, match="must be arrays"):
+        decoder([[1, 2]])

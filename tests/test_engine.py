@@ -185,7 +185,7 @@ def test_refusals_name_what_is_wrong():
         (lambda: engine.stream([]), "prompts"),
         (lambda: engine.stream([[1], []]), r"prompts\[1\]"),
         (lambda: engine.stream([[1], [0.5]]), r"prompts\[1\]"),
-        (lambda: engine.stream([[1, VOCAB]]), r"prompts\[0\]=96"),
+        (lambda: engine.stream([[1, VOCAB]]), r"prompts\[0\] holds=96.*holds=95 works"),
         (lambda: engine.stream([[1]], Sampling(stop_tokens=(VOCAB,))), "stop_tokens"),
         (lambda: engine.stream([[1]], [Sampling()] * 2), "sampling"),
         (lambda: short.stream([[1] * 5], Sampling(max_new_tokens=4)), r"max_new_tokens=4.*max_new_tokens=3 works"),
@@ -197,6 +197,10 @@ def test_refusals_name_what_is_wrong():
         (lambda: Sampling(seed=-1), "seed"),
         (lambda: Sampling(stop_tokens=(1.5,)), "stop_tokens"),
         (lambda: Sampling(seed=2**32), "seed"),
+        (lambda: Sampling(stop_tokens=5), "stop_tokens=5: must be a sequence"),
+        (lambda: Sampling(temperature=1e-38), "temperature=1e-38: .*temperature=0.7 works"),
+        (lambda: Sampling(temperature=10**400), "temperature=1000"),
+        (lambda: engine.stream([[1]], [{"max_new_tokens": 2}]), "sampling='dict': must be a Sampling"),
     ]
     for call, message in wrong:
         with pytest.raises(ConfigError, match=f"^{message}"):
@@ -206,3 +210,18 @@ def test_refusals_name_what_is_wrong():
         forward_cached(params, np.ones((2, 1), np.int32), init_cache(config, 3, 4), config)
     with pytest.raises(ConfigError, match=r"^span=5"):
         forward_cached(params, np.ones((3, 1), np.int32), init_cache(config, 3, 4), config, span=5)
+
+
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1e-40), (1.0, 1e-6), (1e-30, 1.0), (2e-30, 0.5)])
+def test_extremes_of_sampling_are_the_likeliest_token(temperature, top_p):
+    logits = jnp.array([[1.0, 20.0, 30.0, 25.0], [-3.0, -1.0, -2.0, -9.0]])
+    settings = settings_of([Sampling(temperature=temperature, top_p=top_p)] * 2, 2, ())
+    for run in (sample, jax.jit(sample)):
+        np.testing.assert_array_equal(run(logits, settings, jnp.zeros(2, jnp.int32)), [2, 1])
+
+
+def test_a_speed_is_of_one_stream():
+    engine, speed = Engine(Decoder(TINY["mixtral"], params=params_of("mixtral"))), Speed()
+    for _ in range(2):
+        assert len(list(engine.stream([[1, 2]], Sampling(max_new_tokens=3), speed))) == 3
+        assert (speed.prefill_tokens, speed.decode_tokens) == (2, 2)

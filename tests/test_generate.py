@@ -77,6 +77,8 @@ def test_a_tokenizer_beside_the_weights_is_used(tmp_path, capsys):
     shutil.copytree(MIXTRAL, folder)
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"w{i}": i for i in range(128)}, unk_token="w0"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.enable_padding(length=9, pad_id=3, pad_token="w3")  # neither of which may touch a prompt
+    words.enable_truncation(2)
     words.save(str(folder / "tokenizer.json"))
     options = ["--model", folder, "--max-new-tokens", 4, "--expert-parallel", 1, "--stop-tokens", ""]
     record = run(tmp_path, *options, "--prompt", "w5 w6 w7")

@@ -68,6 +68,14 @@ REFUSALS = [
         for field in ("theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")
         for bad in (*NOT_NUMBERS, None)
     ],
+    *[(RopeConfig, "theta", bad, {}, "must be above 1") for bad in (1.0, 1e-60)],
+    (
+        RopeConfig,
+        "high_freq_factor",
+        1.0,
+        {"scaling": "llama3", "original_max_position": 8},
+        "must be above low_freq_factor",
+    ),
     *[(RopeConfig, "truncate", bad, {}, FLAG) for bad in NOT_FLAGS],
     *[(RopeConfig, "attention_factor", bad, YARN, NUMBER) for bad in NOT_NUMBERS],
     *[

@@ -60,6 +60,20 @@ def test_the_stages_by_hand_equal_dense(kind, transport):
 
 
 @pytest.mark.parametrize(
+    ("given", "used"), [("auto", "all_to_all"), ("ragged", "ragged"), ("all_gather", "all_gather")]
+)
+def test_make_plan_takes_the_transport_of_the_config(given, used):
+    cfg = MoEConfig(H, I, E, RouterConfig(K), CommConfig(transport=given))
+
+    def run(experts):
+        assert make_plan(experts, cfg, axis_name="expert").geometry.transport == used
+        return experts
+
+    experts, spec = jnp.zeros((T, K), jnp.int32), P("expert")
+    jax.shard_map(run, mesh=make_mesh(R), in_specs=spec, out_specs=spec, check_vma=False)(experts)
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"transport": "auto"}, "transport='auto': must be ragged, all_to_all or all_gather"),

@@ -210,10 +210,12 @@ def loss_of_logits(
     """`loss` of what `forward` returned."""
     mask = check_ids(input_ids, attention_mask)
     if labels is None:
-        labels = input_ids if mask is None else jnp.where(mask, input_ids, IGNORED)
+        labels = input_ids.astype(jnp.int32)
+        labels = labels if mask is None else jnp.where(mask, labels, IGNORED)
     elif labels.shape != input_ids.shape or not jnp.issubdtype(labels.dtype, jnp.integer):
         given = f"{labels.dtype.name}{list(labels.shape)}"
         refuse("labels", given, "must be integers of input_ids' shape", f"int32{list(input_ids.shape)}")
+    labels = labels.astype(jnp.int32)  # IGNORED fits in no unsigned dtype
     targets = jnp.pad(labels[:, 1:], ((0, 0), (0, 1)), constant_values=IGNORED)  # [B, S]
     counted = targets != IGNORED
     if mask is not None:  # what a masked token predicts means nothing
@@ -284,6 +286,9 @@ def _recomputing(body: Callable[..., Any], how: str) -> Callable[..., Any]:
 
 def check_ids(input_ids: jax.Array, attention_mask: jax.Array | None) -> jax.Array | None:
     """Shapes and dtypes; the mask as bools."""
+    if not all(hasattr(a, "dtype") for a in (input_ids, attention_mask) if a is not None):
+        kinds = [type(a).__name__ for a in (input_ids, attention_mask)]
+        refuse("input_ids and attention_mask", kinds, "must be arrays", "jnp.asarray(input_ids)")
     given = f"{input_ids.dtype.name}{list(input_ids.shape)}"
     if input_ids.ndim != 2 or not input_ids.shape[1] or not jnp.issubdtype(input_ids.dtype, jnp.integer):
         refuse("input_ids", given, "must be integers [B, S] with at least one position", "int32[2, 16]")
@@ -356,8 +361,9 @@ class Decoder(nnx.Module):
         Raises:
           ConfigError: as `forward`; also ids outside the vocabulary, where their values are known.
         """
-        if isinstance(input_ids, np.ndarray) and input_ids.size:
-            check_vocabulary("input_ids", input_ids, self.config)
+        seen = not isinstance(input_ids, jax.core.Tracer) and getattr(input_ids, "is_fully_addressable", True)
+        if seen and hasattr(input_ids, "dtype") and input_ids.size:
+            check_vocabulary("input_ids", np.asarray(input_ids), self.config)
         return _forward(self.params(), input_ids, self.config, mesh=self.mesh, attention_mask=attention_mask)
 
 
@@ -365,7 +371,8 @@ def check_vocabulary(field: str, ids: np.ndarray, config: ModelConfig) -> None:
     """Refuses ids outside [0, V)."""
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= config.vocab_size:
-        refuse(field, low if low < 0 else high, f"ids are in [0, vocab_size={config.vocab_size})", 0)
+        wrong = low if low < 0 else high
+        refuse(f"{field} holds", wrong, f"ids are in [0, vocab_size={config.vocab_size})", config.vocab_size - 1)
 
 
 def _owned(name: str, value: Any) -> Any:

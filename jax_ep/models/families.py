@@ -23,6 +23,8 @@ Hub = Mapping[str, Any]
 # Families whose attention keeps latent keys and values.
 _LATENT = ("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "kimi_k25", "glm4_moe_lite", "longcat_flash")
 
+_MOST_EXPERTS = 200_000  # over all layers: nobody should wait for what a hostile file says
+
 # Fields with several ways to say the same, compared by what they mean, and fields that are no part of a model.
 _SAID_OTHERWISE = ("attention_multiplier", "window", "window_layers")
 _SHARED = ("num_shared_experts", "shared_intermediate_size")
@@ -65,6 +67,10 @@ def config_from_hub(hub: Hub, *, comm: CommConfig | None = None, dtype: Any = No
     max_position = fields.integer("max_position_embeddings")
     their_dtype = fields.dtype("torch_dtype", "dtype")
     dtype = their_dtype if dtype is None else dtype
+    experts = fields.integer("num_local_experts", "num_experts", most=4096)
+    if layers * experts > _MOST_EXPERTS:
+        rule = f"with {experts} experts a layer the model has more than {_MOST_EXPERTS}"
+        refuse("num_hidden_layers", layers, rule, max(1, _MOST_EXPERTS // experts))
     moe, router, model = family.read(fields, layers)
     config = ModelConfig(
         vocab_size=fields.integer("vocab_size"),
@@ -75,7 +81,7 @@ def config_from_hub(hub: Hub, *, comm: CommConfig | None = None, dtype: Any = No
         moe=MoEConfig(
             hidden_size=hidden,
             intermediate_size=fields.integer(family.width),
-            num_experts=fields.integer("num_local_experts", "num_experts", most=4096),
+            num_experts=experts,
             router=RouterConfig(top_k=fields.integer("num_experts_per_tok", "experts_per_token"), **router),
             comm=CommConfig() if comm is None else comm,
             dtype=dtype,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -97,7 +97,7 @@ class HubFields:
     def number(self, *keys: str, missing: Any = _REQUIRED, zero: bool = False) -> float:
         """A finite number above 0; with `zero`, 0 as well."""
         value = self._present(keys, missing)
-        good = not isinstance(value, bool) and isinstance(value, int | float) and math.isfinite(value)
+        good = not isinstance(value, bool) and isinstance(value, int | float) and abs(value) <= sys.float_info.max
         if not good or value < 0 or (value == 0 and not zero):
             rule = f"must be a finite number {'of at least' if zero else 'above'} 0"
             refuse(self._spelling(keys), value, rule, _EXAMPLES.get(keys[0], 0.001) or 1.0)
@@ -133,7 +133,7 @@ class HubFields:
         works = [allowed[i % len(allowed)] for i in range(layers)]
         if value is None:
             refuse("layer_types", None, f"a config.json of {self.family} has to say it", works)
-        if not isinstance(value, list | tuple) or len(value) != layers or not set(value) <= set(allowed):
+        if not isinstance(value, list | tuple) or len(value) != layers or not all(v in allowed for v in value):
             refuse("layer_types", value, f"must hold {' or '.join(allowed)} for each of {layers} layers", works)
         return list(value)
 

@@ -2,17 +2,21 @@
 
 Letters: T tokens, K top_k, H hidden, M rows beside the experts.
 
+    routing = route(router_logits(x, router_kernel), config.router)  # or a Routing of one's own
     plan = make_plan(routing.experts, config, axis_name="expert")
     dispatched = dispatch(x, routing, plan, config)
     rows = run_experts(expert_fn, dispatched, params)
     y = combine(rows, dispatched, routing, config)
     more = extra_rounds(x, routing, params, dispatched.plan, expert_fn, config)  # None: one round holds any routing
-    y = y if more is None else y + more
+    y = (y if more is None else y + more).astype(config.dtype)
+
+expert_fn takes (rows [M, H], index [A], group_sizes [L], weights [A] or None, params) to [M, H], as
+`jax_ep.experts.apply_experts` does with a config; params are those of this rank's experts.
 
 Several pieces (num_chunks) are several such plans over parts of the tokens; `moe` then leaves a rank's own rows out of
 them (make_plans(own=False)) and adds packed.own_experts.
 
-One rank (axis_name None, or an axis of size 1) exchanges nothing, in any mode.
+One rank (axis_name None, or an axis of size 1) exchanges nothing.
 """
 
 from __future__ import annotations
@@ -35,14 +39,15 @@ from jax_ep.transport import share_counts
 __all__ = ["Dispatched", "ExpertFn", "combine", "dispatch", "extra_rounds", "make_plan", "make_plans", "run_experts"]
 
 
-def make_plan(experts: jax.Array, config: MoEConfig, *, axis_name: str | None, transport: str = "all_to_all") -> Plan:
+def make_plan(experts: jax.Array, config: MoEConfig, *, axis_name: str | None, transport: str | None = None) -> Plan:
     """experts [T, K] of this rank -> Plan, of one piece. On the ragged transport this is where the counts are shared.
 
     Args:
       experts: int32 expert ids; outside [0, padded num_experts) goes nowhere.
       config: its comm says the path; mode "dense" has no plan.
       axis_name: the expert axis of the surrounding shard_map; None on one device.
-      transport: "ragged", "all_to_all" or "all_gather"; packed only.
+      transport: of packed, "ragged", "all_to_all" or "all_gather". None: config.comm.transport, with "auto" read as
+        all_to_all: `moe` looks at the devices, and this does not.
     """
     return make_plans([experts], config, axis_name=axis_name, transport=transport)[0]
 
@@ -52,7 +57,7 @@ def make_plans(
     config: MoEConfig,
     *,
     axis_name: str | None,
-    transport: str = "all_to_all",
+    transport: str | None = None,
     own: bool = True,
 ) -> list[Plan]:
     """A plan for each piece [T_i, K] of this rank's tokens, as `make_plan` does; their counts are shared together.
@@ -61,6 +66,8 @@ def make_plans(
     """
     if config.comm.mode == "dense":
         refuse("mode", "dense", "every expert runs on every token, there is nothing to plan", "packed")
+    if transport is None:
+        transport = "all_to_all" if config.comm.transport == "auto" else config.comm.transport
     if transport not in ("ragged", "all_to_all", "all_gather"):
         refuse("transport", transport, "must be ragged, all_to_all or all_gather (`moe` resolves auto)", "all_to_all")
     for experts in pieces:

@@ -22,10 +22,12 @@ class Part(NamedTuple):
     Attributes:
       rows: [n, width], any dtype of 1, 2, 4 or 8 bytes.
       counts: None: the part moves the plan's rows. [R, R] int32, the same on every rank: rows of each (home rank, away
-        rank) that this part moves by itself, always whole. On the ragged layout its home buffer holds a run a
+        rank) that this part moves by itself, always whole; not with messages="expert". On the ragged layout (transports
+        ragged and all_gather) its home buffer holds a run a
         destination, one after another, and its away buffer a run a source; on all_to_all both are [R * q, width], a run
         of at most q rows a rank. Parts with the very same array share a layout.
-      capacity: with counts, rows of the buffer on the other side; runs past its end are cut off. On all_to_all it is n.
+      capacity: with counts, rows of the buffer on the other side; runs past its end are cut off. Needed on the ragged
+        layout; on all_to_all it is n. Of a part that came back, what sends it home.
       wire_dtype: None, or what floating rows travel as on this way, with scales beside them: see `wire`. Their
         cotangents travel unquantised.
     """
