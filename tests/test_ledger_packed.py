@@ -430,7 +430,8 @@ def test_count_routing_refuses(experts, sizes, message):
 @pytest.mark.parametrize("comm", [{"dedup": True}, {"num_chunks": 2}, {"dedup": True, "num_chunks": 2}])
 def test_plain_counts_are_refused_where_they_do_not_say_enough(comm, shape):
     field, value = next(iter(comm.items()))
-    works = r"counts='count_routing\(experts, config, ranks=2\)' works$"
+    replicas = shape[0] if len(shape) == 3 else 1
+    works = rf"counts='count_routing\(experts, config, ranks=2, replicas={replicas}\)' works$"
     with pytest.raises(ConfigError, match=rf"^counts='integers\[.*2, 8\]': with {field}={value} .*; {works}"):
         byte_ledger(layer(**comm), np.ones(shape, int))
     config = layer(**comm)
