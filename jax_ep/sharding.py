@@ -163,9 +163,9 @@ def place(tree: Any, specs: Any, mesh: Mesh | AbstractMesh) -> Any:
     return jax.tree.map(lambda a, spec: jax.sharding.reshard(a, explicit_sharding(mesh, spec)), tree, specs)
 
 
-def pad_rows(a: jax.Array, rows: int, value: Any = 0) -> jax.Array:
-    """Appends rows of `value` so that the leading dimension becomes `rows`."""
-    extra = rows - a.shape[0]
+def pad_rows(a: jax.Array, rows: int, value: Any = 0, axis: int = 0) -> jax.Array:
+    """Appends rows of `value` so that a dimension, the leading one if not another is named, becomes `rows`."""
+    extra = rows - a.shape[axis]
     if not extra:
         return a
-    return jnp.concatenate([a, jnp.full((extra, *a.shape[1:]), value, a.dtype)])
+    return jnp.concatenate([a, jnp.full((*a.shape[:axis], extra, *a.shape[axis + 1 :]), value, a.dtype)], axis)

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import jax
+
 from jax_ep.config import ConfigError, WorkloadConfig
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -68,6 +70,25 @@ def nearest(name: str, names: Iterable[str], count: int = 3) -> str:
     if close:
         return f"; nearest: {', '.join(close)}"
     return f"; there are: {', '.join(names)}" if len(names) <= 12 else ""
+
+
+def chosen(option: str, text: str, known: Iterable[str], thing: str, unknown: str) -> list[str]:
+    """The names in a comma-separated option, once each, in their order.
+
+    Args:
+      option: the option's name; `text`: what it was given.
+      known: the names there are.
+      thing: what a name stands for, as in "names no mode".
+      unknown: how the refusal of another name begins.
+    """
+    known = list(known)
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in known:
+            raise UsageError(f"{unknown} {name!r}{nearest(name, known)}")
+    if not names:
+        raise UsageError(f"{option}={text!r}: names no {thing}; there are: {', '.join(known)}")
+    return list(dict.fromkeys(names))
 
 
 # Configs and overrides.
@@ -209,6 +230,14 @@ def simulate_devices(count: int | None, default: int = 8) -> None:
         return
     kept = re.sub(rf"{_SIMULATE}=\d+", "", flags)
     os.environ["XLA_FLAGS"] = " ".join(f"{kept} {_SIMULATE}={count or default}".split())
+
+
+def visible_devices(asked: int | None) -> list[Any]:
+    """The devices there are, the first `asked` of them."""
+    try:
+        return list(jax.devices()[:asked])
+    except (RuntimeError, AssertionError) as error:
+        raise UsageError(f"JAX finds no device ({error}); JAX_PLATFORMS=cpu works") from error
 
 
 # Results.

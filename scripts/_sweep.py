@@ -8,7 +8,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from _bench import Bench
-from _common import UsageError, nearest
+from _common import chosen
 from jax_ep.config import CommConfig, ConfigError, MoEConfig
 from jax_ep.layer import resolve_transport
 
@@ -34,13 +34,7 @@ HELP = (
 
 def swept_fields(text: str) -> list[str]:
     """The fields that "dedup,num_chunks" names."""
-    fields = [field.strip() for field in text.split(",") if field.strip()]
-    for field in fields:
-        if field not in VALUES:
-            raise UsageError(f"sweep: no variants of {field!r}{nearest(field, VALUES)}")
-    if not fields:
-        raise UsageError(f"sweep={text!r}: names no field; there are: {', '.join(VALUES)}")
-    return list(dict.fromkeys(fields))
+    return chosen("sweep", text, VALUES, "field", "sweep: no variants of")
 
 
 def variants(base: MoEConfig, fields: list[str], mesh: Mesh | None) -> tuple[dict[str, MoEConfig], dict[str, str]]:

@@ -28,12 +28,13 @@ from _bench import ONE_DEVICE, Bench, mode_config
 from _common import (
     Parser,
     UsageError,
+    chosen,
     load_config,
-    nearest,
     override,
     refuse_bad_folder,
     run_main,
     simulate_devices,
+    visible_devices,
     write_files,
 )
 from _compare_report import picture, print_table, require_matplotlib
@@ -132,14 +133,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _modes(text: str | None) -> list[str]:
-    text = ",".join(MODES) if text is None else text
-    modes = [mode.strip() for mode in text.split(",") if mode.strip()]
-    for mode in modes:
-        if mode not in MODES:
-            raise UsageError(f"unknown mode {mode!r}{nearest(mode, MODES)}")
-    if not modes:
-        raise UsageError(f"modes={text!r}: names no mode; there are: {', '.join(MODES)}")
-    return list(dict.fromkeys(modes))
+    return list(MODES) if text is None else chosen("modes", text, MODES, "mode", "unknown mode")
 
 
 def _workload(args: argparse.Namespace) -> WorkloadConfig:
@@ -152,10 +146,7 @@ def _workload(args: argparse.Namespace) -> WorkloadConfig:
 def _devices(workload: WorkloadConfig, asked: int | None) -> list[Any]:
     """The first devices that the mesh needs."""
     need = workload.expert_parallel * workload.data_parallel
-    try:
-        have = jax.devices() if asked is None else jax.devices()[:asked]
-    except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"JAX finds no device ({error}); JAX_PLATFORMS=cpu works") from error
+    have = visible_devices(asked)
     if need > len(have):
         fits = workload.data_parallel <= len(have)
         works = f"--expert-parallel {len(have) // workload.data_parallel} works" if fits else "data_parallel=1 works"
@@ -163,7 +154,7 @@ def _devices(workload: WorkloadConfig, asked: int | None) -> list[Any]:
             works += f", and so does --devices {need}"
         mesh = f"expert_parallel={workload.expert_parallel}, data_parallel={workload.data_parallel}"
         raise UsageError(f"{mesh}: needs {need} devices and there are {len(have)}; {works}")
-    return list(have[:need])
+    return have[:need]
 
 
 if __name__ == "__main__":

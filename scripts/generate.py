@@ -40,6 +40,7 @@ from _common import (
     refuse_bad_folder,
     run_main,
     simulate_devices,
+    visible_devices,
     write_files,
 )
 from _tokens import TOKENIZER, ByteTokenizer, TextStream, Tokenizer, printable, tokenizer_of
@@ -138,10 +139,7 @@ def _ids(option: str, text: str, empty: bool = False) -> list[int]:
 
 def _mesh(args: argparse.Namespace) -> jax.sharding.Mesh:
     """All accelerators there are, or four simulated devices, unless the person says."""
-    try:
-        have = jax.devices() if args.devices is None else jax.devices()[: args.devices]
-    except (RuntimeError, AssertionError) as error:
-        raise UsageError(f"JAX finds no device ({error}); JAX_PLATFORMS=cpu works") from error
+    have = visible_devices(args.devices)
     ranks = args.expert_parallel
     if ranks is None:
         each = max(1, len(have) // max(1, args.data_parallel))

@@ -107,15 +107,10 @@ def place_params(params: Params, config: ModelConfig, mesh: Mesh) -> Params:
     """
     wanted = config.moe.padded_experts(sharding.layer_axes(config.moe, mesh).ranks)
     moe_params = params["layers"]["moe"]
-    fit = lambda a: a[:, :wanted] if a.shape[1] > wanted else jnp.pad(a, _after(1, wanted - a.shape[1], a.ndim))
-    experts = {n: a if a.shape[1] == wanted else fit(a) for n, a in moe_params["experts"].items()}  # [Y, E, ...]
+    fit = lambda a: a if a.shape[1] == wanted else sharding.pad_rows(a[:, :wanted], wanted, axis=1)
+    experts = {n: fit(a) for n, a in moe_params["experts"].items()}  # [Y, E, ...]
     params = {**params, "layers": {**params["layers"], "moe": {**moe_params, "experts": experts}}}
     return jax.device_put(params, decoder_shardings(config, mesh))
-
-
-def _after(axis: int, count: int, ndim: int) -> list[tuple[int, int]]:
-    """jnp.pad's widths for `count` entries after the others of one axis."""
-    return [(0, count if i == axis else 0) for i in range(ndim)]
 
 
 def forward(

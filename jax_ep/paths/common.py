@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jax_ep import plan as planning
 from jax_ep.plan import Plan
@@ -38,6 +39,21 @@ class Dispatched:
     weights: jax.Array | None
     plan: Plan
     window: int | None = dataclasses.field(default=None, metadata={"static": True})
+
+
+def no_sums(params: Any) -> Any:
+    """Float32 zeros in the shapes of `params`: where a loop's gradients are added up."""
+    return jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+
+
+def add(sums: Any, more: Any) -> Any:
+    """Sums, with a step's gradients added in float32."""
+    return jax.tree.map(lambda a, b: a + b.astype(jnp.float32), sums, more)
+
+
+def as_gradients(sums: Any, params: Any) -> Any:
+    """Sums in the dtypes of `params`."""
+    return jax.tree.map(lambda a, p: a.astype(p.dtype), sums, params)
 
 
 def grouped(

@@ -18,7 +18,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jax_ep import plan as planning
 from jax_ep.config import CommConfig, MoEConfig, refuse
-from jax_ep.paths.common import Dispatched, ExpertFn, grouped
+from jax_ep.paths.common import Dispatched, ExpertFn, add, as_gradients, grouped, no_sums
 from jax_ep.paths.dedup import slots
 from jax_ep.paths.rows import collect, place, spread
 from jax_ep.paths.windows import run_experts
@@ -195,10 +195,8 @@ def _extra_forward(how: _How, x: jax.Array, beside: Beside, params: Any, plan: P
 def _extra_backward(how: _How, saved: Any, d_total: jax.Array) -> Any:
     x, beside, params, plan = saved
     d_y = d_total.astype(x.dtype)
-    f32 = functools.partial(jax.tree.map, lambda a: jnp.zeros(a.shape, jnp.float32))
 
-    def one(step: jax.Array, carry: Any) -> Any:
-        d_x, d_weights, d_params = carry
+    def one(step: jax.Array, sums: Any) -> Any:
         home = planning.home(plan, step)
         sent = _sent(x, beside, home, how.config.comm)
         if beside.experts is None:
@@ -214,14 +212,13 @@ def _extra_backward(how: _How, saved: Any, d_total: jax.Array) -> Any:
         out, pull = jax.vjp(there, arrived[0].rows, arrived[-1].rows, params)
         d_rows, d_weight, d_more = pull(d_out.rows.astype(out.dtype))
         (back, back_weight), _ = exchange([Part(d_rows), Part(d_weight)], plan, reverse=True, step=step)
-        d_x = d_x + collect(back.rows, jnp.ones(home.slot.shape, jnp.float32), home)
-        got = back_weight.rows.at[home.slot].get(mode="fill", fill_value=0)  # [T, J, S]
-        return d_x, d_weights + got, jax.tree.map(lambda a, b: a + b.astype(jnp.float32), d_params, d_more)
+        d_x = collect(back.rows, jnp.ones(home.slot.shape, jnp.float32), home)
+        d_weights = back_weight.rows.at[home.slot].get(mode="fill", fill_value=0)  # [T, J, S]
+        return add(sums, (d_x, d_weights, d_more))
 
-    start = (jnp.zeros(x.shape, jnp.float32), jnp.zeros(beside.weights.shape, jnp.float32), f32(params))
-    d_x, d_weights, d_params = jax.lax.fori_loop(1, plan.rounds, one, start)
-    d_params = jax.tree.map(lambda g, p: g.astype(p.dtype), d_params, params)
-    return d_x.astype(x.dtype), Beside(d_weights, None), d_params, None
+    of = (x, beside.weights, params)
+    d_x, d_weights, d_params = as_gradients(jax.lax.fori_loop(1, plan.rounds, one, no_sums(of)), of)
+    return d_x, Beside(d_weights, None), d_params, None
 
 
 _extra.defvjp(_extra_forward, _extra_backward)

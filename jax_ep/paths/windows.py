@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_ep.paths.common import Dispatched, ExpertFn
+from jax_ep.paths.common import Dispatched, ExpertFn, add, as_gradients, no_sums
 from jax_ep.plan import before
 
 
@@ -70,26 +70,20 @@ def _later_forward(expert_fn: ExpertFn, window: int, *args: Any) -> Any:
 def _later_backward(expert_fn: ExpertFn, window: int, saved: Any, d_total: jax.Array) -> Any:
     rows, index, group_sizes, weights, params = saved
     count = -(-group_sizes.sum() // window)
-    f32 = functools.partial(jax.tree.map, lambda a: jnp.zeros(a.shape, jnp.float32))
     spare = -weights.shape[0] % window
 
     def one(step: jax.Array, carry: Any) -> Any:
-        d_rows, d_weights, d_params = carry
+        sums, d_weights = carry
         at, sizes, weight = _window(index, group_sizes, weights, window, step)
         _, pull = jax.vjp(lambda r, w, p: expert_fn(r, at, sizes, w, p), rows, weight, params)
-        more = pull(d_total)
-        d_weights = jax.lax.dynamic_update_slice_in_dim(d_weights, more[1], step * window, 0)
-        return (
-            d_rows + more[0].astype(jnp.float32),
-            d_weights,
-            jax.tree.map(lambda a, b: a + b, d_params, f32_of(more[2])),
-        )
+        d_rows, more, d_params = pull(d_total)
+        d_weights = jax.lax.dynamic_update_slice_in_dim(d_weights, more, step * window, 0)
+        return add(sums, (d_rows, d_params)), d_weights
 
-    f32_of = functools.partial(jax.tree.map, lambda a: a.astype(jnp.float32))
-    start = (jnp.zeros(rows.shape, jnp.float32), jnp.zeros(weights.shape[0] + spare, jnp.float32), f32(params))
-    d_rows, d_weights, d_params = jax.lax.fori_loop(1, count, one, start)
-    d_params = jax.tree.map(lambda d, p: d.astype(p.dtype), d_params, params)
-    return d_rows.astype(rows.dtype), None, None, d_weights[: weights.shape[0]], d_params
+    start = (no_sums((rows, params)), jnp.zeros(weights.shape[0] + spare, jnp.float32))
+    sums, d_weights = jax.lax.fori_loop(1, count, one, start)
+    d_rows, d_params = as_gradients(sums, (rows, params))
+    return d_rows, None, None, d_weights[: weights.shape[0]], d_params
 
 
 _later.defvjp(_later_forward, _later_backward)
