@@ -214,7 +214,7 @@ def test_refusals_name_what_is_wrong():
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1e-40), (1.0, 1e-6), (1e-30, 1.0), (2e-30, 0.5)])
 def test_extremes_of_sampling_are_the_likeliest_token(temperature, top_p):
-    logits = jnp.array([[1.0, 20.0, 30.0, 25.0], [-3.0, -1.0, -2.0, -9.0]])
+    logits = 1e10 * jnp.array([[1.0, 20.0, 30.0, 25.0], [-3.0, -1.0, -2.0, -9.0]])  # over 1e-30 they overflow
     settings = settings_of([Sampling(temperature=temperature, top_p=top_p)] * 2, 2, ())
     for run in (sample, jax.jit(sample)):
         np.testing.assert_array_equal(run(logits, settings, jnp.zeros(2, jnp.int32)), [2, 1])

@@ -216,6 +216,12 @@ REFUSALS = [
     ],
     ("gpt_oss", {"num_hidden_layers": 1001}, "num_hidden_layers", "must be at most 1000"),
     ("mixtral", {"num_local_experts": 4097}, "num_local_experts", "must be at most 4096"),
+    ("mixtral", {"num_hidden_layers": 1000, "num_local_experts": 201}, "num_hidden_layers", "more than 200000"),
+    *[
+        ("mixtral", {key: 10**400}, key, "a finite number")
+        for key in ("rms_norm_eps", "router_aux_loss_coef", "rope_theta")
+    ],
+    *[("gpt_oss", {"layer_types": [bad] * 2}, "layer_types", "must hold sliding_attention") for bad in ([], {}, None)],
     ("mixtral", {"vocab_size": 2**31}, "vocab_size", "must be at most 2147483647"),
     *[("mixtral", {"rms_norm_eps": bad}, "rms_norm_eps", "a finite number above 0") for bad in (0, -1, "1", True)],
     *[("olmoe", {"clip_qkv": bad}, "clip_qkv", "a finite number above 0") for bad in (0, "8", float("nan"))],

@@ -502,3 +502,10 @@ def test_counts_that_the_refusals_offer_work():
     ledger = byte_ledger(config, RoutingCounts(FULL, ROWS), tokens_per_rank=12)
     assert ledger == byte_ledger(config, RoutingCounts(FULL, ROWS))
     assert byte_ledger(layer(), RoutingCounts(FULL[:, :, :1], FULL[:, :, :1, :2] * 4))["forward"]["payload"] > 0
+
+
+@pytest.mark.parametrize("comm", [{}, {"dedup": True}, {"num_chunks": 2}, {"capacity_factor": 1.0}])
+def test_no_tokens_move_nothing(comm):
+    config = layer(**comm)
+    ledger = byte_ledger(config, count_routing(np.zeros((0, 2), int), config, ranks=2))
+    assert (ledger["rounds"], set(ledger["forward"].values()), set(ledger["backward"].values())) == (0, {0}, {0})

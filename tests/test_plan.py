@@ -293,3 +293,9 @@ def test_capacity_keeps_the_first_in_token_order():
     experts = jnp.array([[0, 1], [0, 9], [1, 0], [0, 1]], jnp.int32)
     kept = planning.kept_under_capacity(experts, 2, jnp.array([1, 0], jnp.int32), 3)
     np.testing.assert_array_equal(kept, [[True, True], [True, False], [True, False], [False, True]])
+
+
+@pytest.mark.parametrize(("factor", "want"), [(0.004, 1), (1e-9, 1), (0.01, 1), (1.0, 2), (0.75, 2), (99.0, 8)])
+def test_capacity_is_never_nothing(factor, want):
+    """Of 8 tokens of one choice over 4 experts."""
+    assert planning.capacity(factor, 8, 1, 4) == want
