@@ -8,7 +8,7 @@ R ranks.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,22 @@ CHECKPOINT_NAMES = (
 )
 
 
+class Begun(NamedTuple):
+    """A layer's tokens once they know their experts.
+
+    Attributes:
+      x: [t, H] in config.dtype, zeros where masked.
+      mask: bool [t], or None.
+      routing: where they go, after masks and capacity; experts and weights alone.
+      stats: this rank's sums, without what an exchange adds.
+    """
+
+    x: jax.Array
+    mask: jax.Array | None
+    routing: Routing
+    stats: MoEStats
+
+
 def one_rank(
     params: dict[str, Any],
     x: jax.Array,
@@ -46,8 +62,28 @@ def one_rank(
     transport: str,
 ) -> tuple[jax.Array, MoEStats]:
     """One rank's layer: x [t, H] or [b, s, H], its own experts."""
-    shape, h = x.shape, config.hidden_size
-    x = x.reshape(-1, h).astype(config.dtype)
+    begun = begin(params, x, token_mask, routing, config, axes)
+    if config.comm.mode == "dense":
+        with jax.named_scope("experts"):
+            y = dense.run(begun.x, begun.routing.experts, begun.routing.weights, params["experts"], config)
+        rounds = wire = jnp.int32(0)
+    else:
+        y, rounds, wire = routed(params["experts"], begun.x, begun.routing, config, axes, transport)
+    y, stats = end(params, begun, y, rounds, wire, config)
+    return y.reshape(x.shape), reduce_stats(stats, axes)
+
+
+def begin(
+    params: dict[str, Any],
+    x: jax.Array,
+    token_mask: jax.Array | None,
+    routing: Routing | None,
+    config: MoEConfig,
+    axes: Axes,
+) -> Begun:
+    """Routes x [t, H] or [b, s, H]."""
+    shape = x.shape
+    x = x.reshape(-1, config.hidden_size).astype(config.dtype)
     mask = None if token_mask is None else token_mask.reshape(-1)
     if mask is not None:
         x = jnp.where(mask[:, None], x, 0)  # whatever stands in a masked row, NaN included, reaches nothing
@@ -60,19 +96,19 @@ def one_rank(
             routing = jax.tree.map(lambda a: a.reshape(x.shape[0], *a.shape[len(shape) - 1 :]), routing)
         routing, sums = tidy(routing, mask, config)
         routing, dropped = apply_capacity(routing, sums, config, axes)
-    if config.comm.mode == "dense":
-        with jax.named_scope("experts"):
-            y = dense.run(x, routing.experts, routing.weights, params["experts"], config)
-        rounds = wire = jnp.int32(0)
-    else:
-        y, rounds, wire = routed(params["experts"], x, routing, config, axes, transport)
+    return Begun(x, mask, routing, sums._replace(dropped_rows=dropped))
+
+
+def end(
+    params: dict[str, Any], begun: Begun, y: jax.Array, rounds: jax.Array, wire: jax.Array, config: MoEConfig
+) -> tuple[jax.Array, MoEStats]:
+    """Sums y [t, H] float32 of the routed experts -> the layer's [t, H], and this rank's statistics."""
     if config.num_shared_experts:
         with jax.named_scope("shared_experts"):
-            y = y + shared_mlp(x, params["shared"], config)
-    if mask is not None:
-        y = jnp.where(mask[:, None], y, 0)
-    stats = reduce_stats(sums._replace(dropped_rows=dropped, rounds=rounds, wire_rows=wire), axes)
-    return checkpoint_name(y.astype(config.dtype), "moe_output").reshape(shape), stats
+            y = y + shared_mlp(begun.x, params["shared"], config)
+    if begun.mask is not None:
+        y = jnp.where(begun.mask[:, None], y, 0)
+    return checkpoint_name(y.astype(config.dtype), "moe_output"), begun.stats._replace(rounds=rounds, wire_rows=wire)
 
 
 def routed(
@@ -126,11 +162,11 @@ def routed(
             here = packed.own_experts(x, routing, plans[0], config)
             y = y + paths.run_experts(own_fn, here, expert_params, loops)
     rounds = jnp.stack([plan.rounds for plan in plans])
-    wire = [_wire_rows(plan) for plan in plans]
+    wire = [wire_rows(plan) for plan in plans]
     return y, rounds.max(), sum(wire[1:], wire[0])
 
 
-def _wire_rows(plan: Plan) -> jax.Array:
+def wire_rows(plan: Plan) -> jax.Array:
     """Rows that this rank's dispatches hand to collectives for other ranks, empty ones included."""
     g = plan.geometry
     assert plan.rounds is not None

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any, NamedTuple
 
@@ -87,11 +88,20 @@ def own_experts(x: jax.Array, routing: Routing, plan: Plan, config: MoEConfig) -
 
 def dispatch(x: jax.Array, routing: Routing, plan: Plan, config: MoEConfig) -> Dispatched:
     """x [T, H] -> the first round's rows at their experts' ranks."""
-    sent = _sent(x, _beside(routing, plan, config), planning.home(plan), config.comm)
-    (arrived, *more), plan = exchange(sent, plan, with_counts=True)
-    rows = checkpoint_name(arrived.rows, "moe_dispatched")
-    names = ("moe_counts", "moe_weights")
-    return _arrived(rows, *(checkpoint_name(p.rows, name) for p, name in zip(more, names)), plan=plan, config=config)
+    arrived, plan = exchange(outgoing(x, routing, plan, config), plan, with_counts=True)
+    return incoming(arrived, plan, config)
+
+
+def outgoing(x: jax.Array, routing: Routing, plan: Plan, config: MoEConfig) -> list[Part]:
+    """What a dispatch sends in the first round, for an exchange with_counts of the caller's own."""
+    return _sent(x, _beside(routing, plan, config), planning.home(plan), config.comm)
+
+
+def incoming(arrived: Sequence[Part], plan: Plan, config: MoEConfig) -> Dispatched:
+    """What the parts of `outgoing` are on the other side; plan as the exchange returned it."""
+    names = ("moe_dispatched", "moe_counts", "moe_weights")
+    named = (checkpoint_name(part.rows, name) for part, name in zip(arrived, names))
+    return _arrived(*named, plan=plan, config=config)
 
 
 def _sent(x: jax.Array, beside: Beside, home: Home, comm: CommConfig) -> list[Part]:
@@ -124,11 +134,20 @@ def _arrived(
 
 def combine(rows: jax.Array, dispatched: Dispatched, weights: jax.Array, config: MoEConfig) -> jax.Array:
     """Expert rows [C, H] of the first round -> weighted sums [T, H] at home, float32."""
-    plan = dispatched.plan
-    (back,), _ = exchange([Part(rows.astype(config.dtype))], plan, reverse=True)
+    back, plan = exchange(returning(rows, config), dispatched.plan, reverse=True)
+    return returned(back, plan, weights, config)
+
+
+def returning(rows: jax.Array, config: MoEConfig) -> list[Part]:
+    """What a combine sends in the first round, for a reverse exchange of the caller's own."""
+    return [Part(rows.astype(config.dtype))]
+
+
+def returned(back: Sequence[Part], plan: Plan, weights: jax.Array, config: MoEConfig) -> jax.Array:
+    """Weighted sums [T, H] float32 of what the parts of `returning` are at home."""
     home = planning.home(plan)
     weights = jnp.ones(home.slot.shape, jnp.float32) if config.comm.dedup else weights
-    return collect(checkpoint_name(back.rows, "moe_combined"), weights, home)
+    return collect(checkpoint_name(back[0].rows, "moe_combined"), weights, home)
 
 
 def extra_rounds(

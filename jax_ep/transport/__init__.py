@@ -21,7 +21,7 @@ from jax_ep.transport.all_to_all import swap
 from jax_ep.transport.parts import Part, from_columns, pack, to_columns, unit_bytes, unpack
 from jax_ep.transport.ragged import move_runs, ragged_all_to_all
 
-__all__ = ["Part", "exchange", "ragged_all_to_all", "share_counts"]
+__all__ = ["Part", "Send", "exchange", "exchange_together", "ragged_all_to_all", "share_counts"]
 
 
 def share_counts(plans: Sequence[Plan]) -> list[Plan]:
@@ -35,6 +35,16 @@ def share_counts(plans: Sequence[Plan]) -> list[Plan]:
     mine = jnp.stack([plan.counts for plan in plans], 1)  # [R, pieces, L]
     gathered = checkpoint_name(jax.lax.all_gather(mine, plans[0].axis_name), "moe_counts")  # [R, R, pieces, L]
     return [planning.finish_ragged(plan, gathered[:, :, i]) for i, plan in enumerate(plans)]
+
+
+class Send(NamedTuple):
+    """The parts of one plan in an exchange, and which way they go. Fields as the arguments of `exchange`."""
+
+    parts: Sequence[Part]
+    plan: Plan
+    reverse: bool = False
+    step: jax.Array | int = 0
+    with_counts: bool = False
 
 
 def exchange(
@@ -67,37 +77,66 @@ def exchange(
     Raises:
       ConfigError: a plan of one rank, which exchanges nothing; parts that do not fit the plan or their counts.
     """
-    g = plan.geometry
-    if plan.axis_name is None or g.ranks == 1:
-        refuse("plan ranks", g.ranks, "one rank exchanges nothing", 2)
-    if not parts:
-        refuse("parts", [], "must hold at least one", "[Part(rows)]")
-    sizes, groups, known = [(g.home_rows, g.recv_rows)], [], {}  # of each group; of each part; group of each counts
+    return exchange_together([Send(parts, plan, reverse, step, with_counts)])[0]
+
+
+def exchange_together(sends: Sequence[Send]) -> list[tuple[list[Part], Plan]]:
+    """Several exchanges in one collective, as a dispatch of some tokens and the combine of others.
+
+    Args:
+      sends: of plans of one axis and transport.
+
+    Returns:
+      What `exchange` returns of each.
+
+    Raises:
+      ConfigError: as `exchange`; plans that do not go together; no sends, or one without parts.
+    """
+    if not sends:
+        refuse("sends", [], "must hold at least one", "[Send([Part(rows)], plan)]")
+    groups: dict[Any, _Group] = {}  # by (send, id of the counts)
     counts: list[jax.Array] = []
-    for i, part in enumerate(parts):
-        _check(i, part, plan, reverse)
-        if part.counts is None:
-            groups.append(0)
-            continue
-        n = part.rows.shape[0]
-        other = n if part.capacity is None else part.capacity
-        layout = (other, n) if reverse else (n, other)
-        if id(part.counts) not in known:
-            known[id(part.counts)] = len(sizes)
-            sizes.append(layout)
-            counts.append(part.counts.astype(jnp.int32))
-        group = known[id(part.counts)]
-        if sizes[group] != layout:
-            rule = "parts of the same counts share their (home rows, away rows)"
-            refuse(f"parts[{i}] (home rows, away rows)", layout, rule, sizes[group])
-        groups.append(group)
-    spec = _Spec(reverse, tuple(groups), tuple(sizes), tuple(p.wire_dtype for p in parts))
-    head = planning.header(plan) if with_counts and not g.ragged else None
-    moved, told = _move(spec, tuple(p.rows for p in parts), tuple(counts), head, plan, step)
-    if told is not None:
-        plan = planning.finish_all_to_all(plan, checkpoint_name(told, "moe_counts"))
-    back = [None if p.counts is None else p.rows.shape[0] for p in parts]
-    return [Part(m, p.counts, c, p.wire_dtype) for m, p, c in zip(moved, parts, back, strict=True)], plan
+    places: list[int] = []  # the group of each part
+    for at, send in enumerate(sends):
+        _check_send(at, send, sends)
+        for i, part in enumerate(send.parts):
+            _check(i, part, send.plan, send.reverse)
+            group, key = _Group.of(at, send, part, len(counts) + 1), (at, id(part.counts))
+            if key not in groups:
+                groups[key] = group
+                counts += [] if part.counts is None else [part.counts.astype(jnp.int32)]
+            elif groups[key][2:] != group[2:]:
+                rule = "parts of the same counts share their (home rows, away rows)"
+                refuse(f"parts[{i}] (home rows, away rows)", group[2:], rule, groups[key][2:])
+            places.append(list(groups).index(key))
+    parts = [part for send in sends for part in send.parts]
+    spec = _Spec(
+        tuple(s.reverse for s in sends), tuple(groups.values()), tuple(places), tuple(p.wire_dtype for p in parts)
+    )
+    heads = tuple(planning.header(s.plan) if s.with_counts and not s.plan.geometry.ragged else None for s in sends)
+    plans, steps = tuple(s.plan for s in sends), tuple(s.step for s in sends)
+    moved, told = _move(spec, tuple(p.rows for p in parts), tuple(counts), heads, plans, steps)
+    out, rest = [], iter(zip(moved, parts, strict=True))
+    for send, plan, head in zip(sends, plans, told, strict=True):
+        if head is not None:
+            plan = planning.finish_all_to_all(plan, checkpoint_name(head, "moe_counts"))
+        mine = [next(rest) for _ in send.parts]
+        back = [Part(m, p.counts, None if p.counts is None else p.rows.shape[0], p.wire_dtype) for m, p in mine]
+        out.append((back, plan))
+    return out
+
+
+def _check_send(at: int, send: Send, sends: Sequence[Send]) -> None:
+    g, first = send.plan.geometry, sends[0].plan
+    if send.plan.axis_name is None or g.ranks == 1:
+        refuse("plan ranks", g.ranks, "one rank exchanges nothing", 2)
+    if not send.parts:
+        refuse("parts", [], "must hold at least one", "[Part(rows)]")
+    route, wanted = ((p.axis_name, p.geometry.transport) for p in (send.plan, first))
+    if route != wanted:
+        refuse(f"sends[{at}] (axis, transport)", route, "plans of one exchange share them", wanted)
+    if g.messages > 1 and len(sends) > 1:
+        refuse("messages", "expert", "exchanges in one collective send one message a rank", "rank")
 
 
 def _check(i: int, part: Part, plan: Plan, reverse: bool) -> None:
@@ -141,85 +180,118 @@ def _check_own_counts(name: str, part: Part, counts: jax.Array, plan: Plan) -> N
         refuse(f"{name} rows and capacity", [rows, part.capacity], rule, [works, works])
 
 
+class _Group(NamedTuple):
+    """Parts that share a layout.
+
+    Attributes:
+      send: whose.
+      own: 0: rows of its plan; else 1 + the place of their counts.
+      home, away: rows of the buffers.
+    """
+
+    send: int
+    own: int
+    home: int
+    away: int
+
+    @staticmethod
+    def of(at: int, send: Send, part: Part, own: int) -> _Group:
+        g = send.plan.geometry
+        if part.counts is None:
+            return _Group(at, 0, g.home_rows, g.recv_rows)
+        here = part.rows.shape[0]
+        there = here if part.capacity is None else part.capacity
+        return _Group(at, own, *((there, here) if send.reverse else (here, there)))
+
+
 class _Spec(NamedTuple):
     """What of a move is static.
 
     Attributes:
-      reverse: from away to home.
-      groups: of each part: 0 the plan's rows, else 1 + the place of its counts.
-      sizes: (home rows, away rows) of each group.
+      reverse: of each send, whether it goes from away to home.
+      groups: the layouts.
+      places: the group of each part.
       wires: what each part travels as.
     """
 
-    reverse: bool
-    groups: tuple[int, ...]
-    sizes: tuple[tuple[int, int], ...]
+    reverse: tuple[bool, ...]
+    groups: tuple[_Group, ...]
+    places: tuple[int, ...]
     wires: tuple[str | None, ...]
 
 
-_Counts = tuple[jax.Array, ...]
+_Arrays = tuple[jax.Array, ...]
+_Heads = tuple[jax.Array | None, ...]
+_Plans = tuple[Plan, ...]
+_Steps = tuple[jax.Array | int, ...]
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _move(
-    spec: _Spec, rows: tuple[jax.Array, ...], counts: _Counts, head: jax.Array | None, plan: Plan, step: jax.Array | int
-) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
-    """Rows of all parts, and the header [R, k] if there is one, on the other side."""
+    spec: _Spec, rows: _Arrays, counts: _Arrays, heads: _Heads, plans: _Plans, steps: _Steps
+) -> tuple[_Arrays, _Heads]:
+    """Rows of all parts, and of each send the header [R, k] if there is one, on the other side."""
     coded = [(r,) if w is None else wire.encode(r, w) for r, w in zip(rows, spec.wires, strict=True)]
-    unit = unit_bytes([a for part in coded for a in part] + ([] if head is None else [head]))
-    used = sorted(set(spec.groups))
-    members = [[a for part, g in zip(coded, spec.groups) if g == group for a in part] for group in used]
+    sent = [head for head in heads if head is not None]
+    unit = unit_bytes([a for part in coded for a in part] + sent)
+    used = sorted(set(spec.places))
+    members = [[a for part, place in zip(coded, spec.places) if place == at for a in part] for at in used]
     buffers = [pack(m, unit) for m in members]
-    told = None
-    if plan.geometry.ragged:
-        buffers = _move_ragged(spec, used, buffers, counts, plan, step)
+    groups = [spec.groups[at] for at in used]
+    if plans[0].geometry.ragged:
+        buffers = _move_ragged(spec, groups, buffers, counts, plans, steps)
+        told: list[jax.Array] = []
     else:
-        assert plan.axis_name is not None
-        messages = [1 if group else plan.geometry.messages for group in used]
-        if head is not None:
-            buffers, messages = [*buffers, to_columns(head, unit)], [*messages, 1]
-        buffers = swap(buffers, messages, plan.axis_name, plan.geometry.ranks)
-        if head is not None:
-            told = from_columns(buffers.pop(), head.shape[1], head.dtype)
-    arrived = {group: iter(unpack(b, m)) for group, b, m in zip(used, buffers, members, strict=True)}
+        assert plans[0].axis_name is not None
+        messages = [1 if group.own else plans[group.send].geometry.messages for group in groups]
+        whole = buffers + [to_columns(head, unit) for head in sent]
+        whole = swap(whole, messages + [1] * len(sent), plans[0].axis_name, plans[0].geometry.ranks)
+        buffers, columns = whole[: len(buffers)], whole[len(buffers) :]
+        told = [from_columns(c, head.shape[1], head.dtype) for c, head in zip(columns, sent, strict=True)]
+    arrived = {at: iter(unpack(b, m)) for at, b, m in zip(used, buffers, members, strict=True)}
     moved = []
-    for row, group, dtype in zip(rows, spec.groups, spec.wires, strict=True):
-        first = next(arrived[group])
-        moved.append(first if dtype is None else wire.decode(first, next(arrived[group]), row.dtype))
-    return tuple(moved), told
+    for row, place, dtype in zip(rows, spec.places, spec.wires, strict=True):
+        first = next(arrived[place])
+        moved.append(first if dtype is None else wire.decode(first, next(arrived[place]), row.dtype))
+    back = iter(told)
+    return tuple(moved), tuple(None if head is None else next(back) for head in heads)
 
 
 def _move_ragged(
-    spec: _Spec, used: list[int], buffers: list[jax.Array], counts: _Counts, plan: Plan, step: jax.Array | int
+    spec: _Spec, groups: list[_Group], buffers: list[jax.Array], counts: _Arrays, plans: _Plans, steps: _Steps
 ) -> list[jax.Array]:
     ways, out_rows = [], []
-    for group in used:
-        home_rows, away_rows = spec.sizes[group]
-        if group:
-            way = planning.travel(counts[group - 1][:, :, None], away_rows)
+    for group in groups:
+        plan, reverse = plans[group.send], spec.reverse[group.send]
+        if group.own:
+            way = planning.travel(counts[group.own - 1][:, :, None], group.away)
         else:
             assert plan.pair_counts is not None, "the ragged layout knows all pair counts"
-            way = planning.travel(plan.pair_counts, away_rows, step)
-        ways.append(way.turned() if spec.reverse else way)
-        out_rows.append(home_rows if spec.reverse else away_rows)
-    assert plan.axis_name is not None
-    return move_runs(
-        buffers, ways, out_rows, plan.rank, axis_name=plan.axis_name, simulated=plan.geometry.transport == "all_gather"
-    )
+            way = planning.travel(plan.pair_counts, group.away, steps[group.send])
+        ways.append(way.turned() if reverse else way)
+        out_rows.append(group.home if reverse else group.away)
+    first = plans[0]
+    assert first.axis_name is not None
+    simulated = first.geometry.transport == "all_gather"
+    return move_runs(buffers, ways, out_rows, first.rank, axis_name=first.axis_name, simulated=simulated)
 
 
-def _move_forward(spec: _Spec, rows: Any, counts: Any, head: Any, plan: Plan, step: Any) -> Any:
-    return _move(spec, rows, counts, head, plan, step), (counts, plan, step)
+def _move_forward(spec: _Spec, rows: Any, counts: Any, heads: Any, plans: Any, steps: Any) -> Any:
+    return _move(spec, rows, counts, heads, plans, steps), (counts, plans, steps)
 
 
 def _move_backward(spec: _Spec, saved: Any, cotangents: Any) -> Any:
-    counts, plan, step = saved
+    counts, plans, steps = saved
     back = list(cotangents[0])
     floats = [i for i, c in enumerate(back) if c.dtype != jax.dtypes.float0]
     if floats:
-        groups = tuple(spec.groups[i] for i in floats)
-        turned = _Spec(not spec.reverse, groups, spec.sizes, (None,) * len(floats))
-        moved, _ = _move(turned, tuple(back[i] for i in floats), counts, None, plan, step)
+        turned = _Spec(
+            tuple(not reverse for reverse in spec.reverse),
+            spec.groups,
+            tuple(spec.places[i] for i in floats),
+            (None,) * len(floats),
+        )
+        moved, _ = _move(turned, tuple(back[i] for i in floats), counts, (None,) * len(plans), plans, steps)
         for i, m in zip(floats, moved, strict=True):
             back[i] = m
     return tuple(b if i in floats else None for i, b in enumerate(back)), None, None, None, None
