@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 from tiny_models import TINY, tiny_model
 
-from jax_ep import RopeConfig
-from jax_ep.models import attention
+from jax_ep import RopeConfig, attention
 from jax_ep.models.decoder import layer_windows
 
 

@@ -22,11 +22,11 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ep import layer as moe_layer
 from jax_ep import sharding
+from jax_ep.attention import NO_WINDOW, Queries, attend, linear, project, rms_norm, rope_tables
 from jax_ep.config import refuse
 from jax_ep.layer import RouterBias, moe
 from jax_ep.local import CHECKPOINT_NAMES
 from jax_ep.model_config import ModelConfig
-from jax_ep.models.attention import NO_WINDOW, Queries, attend, linear, project, rms_norm, rope_tables
 from jax_ep.models.placement import Placement, constrain, placement
 from jax_ep.routing import MoEStats, balance_loss
 
