@@ -108,6 +108,11 @@ def project(params: dict[str, Any], x: jax.Array, cos: jax.Array, sin: jax.Array
     return Queries(rotate(rows["q"], cos, sin), rotate(rows["k"], cos, sin), rows["v"])
 
 
+def attention_scale(config: ModelConfig) -> float:
+    """The factor on the logits of attention."""
+    return config.head_dim**-0.5 if config.attention_multiplier is None else config.attention_multiplier
+
+
 def attend(
     queries: jax.Array,
     keys: jax.Array,

@@ -30,6 +30,7 @@ CHECKPOINT_NAMES = (
     "moe_up",
     "moe_combined",  # expert rows back home [T*K, H]
     "moe_output",  # y [T, H]
+    "kv_arrived",  # other ranks' keys and values, as they came
     "moe_counts",  # small: what was learnt of other ranks' counts, weights, sums
     "moe_weights",
     "moe_stats",

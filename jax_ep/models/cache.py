@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_ep.attention import Queries, attend, rope_tables
+from jax_ep.attention import Queries, attend, attention_scale, rope_tables
 from jax_ep.config import refuse
 from jax_ep.model_config import ModelConfig
-from jax_ep.models.decoder import Params, attention_scale, check_ids, embed, layer_windows, logits_of, run_layer
+from jax_ep.models.decoder import Params, check_ids, embed, layer_windows, logits_of, run_layer
 from jax_ep.models.placement import constrain, placement
 from jax_ep.routing import MoEStats
 
