@@ -20,7 +20,7 @@ import pytest
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from processes import START_S, TESTS, RankFailure, launch
+from processes import PATHS, START_S, TESTS, RankFailure, launch
 
 from jax_ep import CommConfig, MoEConfig, RouterConfig, init_params, make_mesh, moe, param_shardings
 
@@ -247,7 +247,7 @@ def test_no_process_outlives_an_interrupted_test(how, tmp_path):
 import pathlib, processes
 processes.launch("test_processes:stumble", 2, 1, 300, pathlib.Path({str(tmp_path)!r}), culprit=1, how="sleep")
 """
-    path = os.pathsep.join([str(TESTS.parent), str(TESTS)])
+    path = os.pathsep.join([PATHS["PYTHONPATH"], str(TESTS)])
     test = subprocess.Popen(
         [sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": path}, stderr=subprocess.DEVNULL
     )
