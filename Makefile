@@ -5,6 +5,7 @@
 #   make test                           the tests;  ARGS="tests/test_plan.py -x" goes to pytest
 #   make bench                          grouped products and the one-device layer against dense ones
 #   make generate                       tokens from a tiny model; ARGS="--model FOLDER --prompt Hello" from a published one
+#   make train                          a small language model on Python's own sources, into out/train; again: it goes on
 #   make temporaries                    memory of the layer on 8 x RTX 4090, compiled here: its own environment, about 5 GB
 #   make lint                           ruff and mypy
 #   make clean                          removes the environment
@@ -18,7 +19,7 @@ ARGS ?=
 
 RUN := $(VENV)/bin/python
 
-.PHONY: compare generate test bench temporaries lint clean
+.PHONY: compare generate train test bench temporaries lint clean
 .DELETE_ON_ERROR:
 
 compare: $(VENV)/.installed-plot
@@ -26,6 +27,9 @@ compare: $(VENV)/.installed-plot
 
 generate: $(VENV)/.installed-hub
 	$(RUN) scripts/generate.py $(ARGS)
+
+train: $(VENV)/.installed-plot
+	$(RUN) scripts/train.py $(ARGS)
 
 test: $(VENV)/.installed-test
 	$(RUN) -m pytest -n $(JOBS) --dist loadfile $(ARGS)

@@ -8,7 +8,7 @@ from jax_ep.local import CHECKPOINT_NAMES
 from jax_ep.model_config import ModelConfig, RopeConfig
 from jax_ep.paths import Dispatched, combine, dispatch, extra_rounds, make_plan, run_experts
 from jax_ep.plan import Plan
-from jax_ep.routing import MoEStats, Routing, balance_loss, balanced_routing, route, router_logits, z_loss
+from jax_ep.routing import MoEStats, Routing, balance_loss, balanced_routing, bias_update, route, router_logits, z_loss
 from jax_ep.sharding import make_mesh
 from jax_ep.transport import Part, exchange, ragged_all_to_all
 
@@ -30,6 +30,7 @@ __all__ = [
     "WorkloadConfig",
     "balance_loss",
     "balanced_routing",
+    "bias_update",
     "byte_ledger",
     "combine",
     "count_routing",

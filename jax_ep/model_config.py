@@ -88,6 +88,9 @@ class ModelConfig:
       stop_tokens: ids that end a generated sequence.
       recompute: activations kept for the backward: "none" recomputes nothing, "selective" keeps what the layer names
         (`CHECKPOINT_NAMES`), "full" keeps layer inputs.
+      kv_coship: "contiguous" or "zigzag": sequences are split so over the expert axis, and layers run in two
+        microbatches whose keys and values travel beside hidden rows (`jax_ep.block.coship.sequential_stack`): packed
+        layers, an even batch. Without a cache only: what is decoded with one is not split. None: not.
       overlap_moe_expert_parallel_comm: two-microbatch overlap; refused until it is built.
     """
 
@@ -115,6 +118,7 @@ class ModelConfig:
     balance_loss_coef: float = 0.0
     stop_tokens: tuple[int, ...] = ()
     recompute: str = "none"
+    kv_coship: str | None = None
     overlap_moe_expert_parallel_comm: bool = False
 
     def __post_init__(self) -> None:
@@ -141,6 +145,8 @@ class ModelConfig:
         if self.qk_norm is not None:
             one_of("qk_norm", self.qk_norm, ("head", "projection"), works="head")
         one_of("recompute", self.recompute, RECOMPUTE, works="none")
+        if self.kv_coship is not None:
+            one_of("kv_coship", self.kv_coship, ("contiguous", "zigzag"), works="zigzag")
         if self.window is not None:
             positive_int("window", self.window, 4096)
         if self.window_layers is not None:

@@ -176,3 +176,18 @@ def balance_loss(stats: MoEStats, kind: str = "switch") -> jax.Array:
 def z_loss(stats: MoEStats) -> jax.Array:
     """Mean squared logsumexp of the router logits (Zoph et al. 2022, arXiv:2202.08906), from sums."""
     return stats.lse_sq_sum / jnp.maximum(stats.tokens, 1)
+
+
+def bias_update(counts: jax.Array, rate: float) -> jax.Array:
+    """What a step adds to the selection bias so that experts come to be chosen alike (Wang et al. 2024,
+    arXiv:2408.15664, as deepseek_v3 has it): rate * sign(mean count - count).
+
+    Args:
+      counts: [..., E] integers, assignments made to each expert in the step (`MoEStats.counts`).
+      rate: how far.
+
+    Returns:
+      [..., E] float32.
+    """
+    above = (counts - counts.min(-1, keepdims=True)).astype(jnp.float32)  # small where nearly balanced: exact
+    return rate * jnp.sign(above.mean(-1, keepdims=True) - above)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -20,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.progress import Progress
 
+from _common import environment
 from _text import RECIPE
 from jax_ep import MoEConfig, byte_ledger, count_routing, moe, route
 from jax_ep import plan as planning
@@ -224,7 +223,7 @@ class Bench:
         if self.backward:
             held += ", and the gradients of inputs, router and experts for a fixed random cotangent"
         return {
-            "environment": _environment(),
+            "environment": environment(jax.device_count()),
             "workload": self._workload(source, config_name),
             "timed": "forward+backward" if self.backward else "forward",
             "timed_region": f"one compiled call of the whole layer, blocked on: {held}",
@@ -306,17 +305,3 @@ def _relative(pairs: list[tuple[np.ndarray, np.ndarray]]) -> float:
     off = sum(float(np.square(a - b).sum(dtype=np.float64)) for a, b in pairs)
     whole = sum(float(np.square(b).sum(dtype=np.float64)) for _, b in pairs)
     return (off / whole) ** 0.5 if whole else 0.0
-
-
-def _environment() -> dict[str, Any]:
-    device = jax.devices()[0]
-    return {
-        "platform": device.platform,
-        "device_kind": device.device_kind,
-        "device_count": jax.device_count(),
-        "jax": jax.__version__,
-        "python": sys.version.split()[0],
-        "cpu_cores": os.cpu_count(),
-        "xla_flags": os.environ.get("XLA_FLAGS", ""),
-        "simulated": device.platform == "cpu",
-    }

@@ -13,13 +13,20 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import jax
 
 from jax_ep.config import ConfigError, WorkloadConfig
+from jax_ep.model_config import ModelConfig
+from jax_ep.models.families import config_to_hub
+from jax_ep.training.config import TrainConfig
+
+C = TypeVar("C")
 
 CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+FAMILIES = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "granitemoe", "qwen2_moe")  # the plainest first
+_CONCURRENT = "--xla_cpu_enable_concurrency_optimized_scheduler"
 _SIMULATE = "--xla_force_host_platform_device_count"
 
 
@@ -95,7 +102,26 @@ def chosen(option: str, text: str, known: Iterable[str], thing: str, unknown: st
 
 
 def load_config(name: str) -> WorkloadConfig:
-    """The config of a file in configs/, by name, or of any file, by path."""
+    """The workload of a file in configs/, by name, or of any file, by path."""
+    return _load(name, "get_config", WorkloadConfig, "mini_infer")
+
+
+def load_model_config(name: str) -> ModelConfig:
+    """The model of such a file."""
+    return _load(name, "get_model_config", ModelConfig, "tiny_decoder")
+
+
+def load_train_config(name: str) -> TrainConfig:
+    """The training of such a file."""
+    return _load(name, "get_train_config", TrainConfig, "tiny_lm")
+
+
+def _load(name: str, function: str, kind: type[C], example: str) -> C:
+    """What `function` of a config file returns.
+
+    Raises:
+      UsageError: no such file, one that fails, or one without that function.
+    """
     if "/" in name or name.endswith(".py"):
         path = Path(name)
         if not path.is_file():
@@ -107,15 +133,27 @@ def load_config(name: str) -> WorkloadConfig:
             known = sorted(file.stem for file in CONFIGS.glob("*.py"))
             raise UsageError(f"unknown config {name!r}{nearest(name, known)}")
     try:
-        get_config = runpy.run_path(str(path)).get("get_config")
-        config = get_config() if callable(get_config) else None
+        get = runpy.run_path(str(path)).get(function)
+        config = get() if callable(get) else None
     except ConfigError:
         raise
     except Exception as error:  # a config is a program of the user's
         raise UsageError(f"config={name!r}: cannot be read: {type(error).__name__}: {error}") from error
-    if not isinstance(config, WorkloadConfig):
-        raise UsageError(f"config={name!r}: must define get_config() -> WorkloadConfig, as configs/mini_infer.py does")
+    if not isinstance(config, kind):
+        rule = f"must define {function}() -> {kind.__name__}, as configs/{example}.py does"
+        raise UsageError(f"config={name!r}: {rule}; --config {example} works")
     return config
+
+
+def published_family(config: ModelConfig) -> str | None:
+    """A published family whose files can hold this model."""
+    for family in FAMILIES:
+        try:
+            config_to_hub(config, family)
+        except ConfigError:
+            continue
+        return family
+    return None
 
 
 def fields_of(config: Any, prefix: str = "") -> dict[str, Any]:
@@ -226,10 +264,13 @@ def simulate_devices(count: int | None, default: int = 8) -> None:
     already in XLA_FLAGS stays.
     """
     flags = os.environ.get("XLA_FLAGS", "")
-    if count is None and _SIMULATE in flags:
-        return
-    kept = re.sub(rf"{_SIMULATE}=\d+", "", flags)
-    os.environ["XLA_FLAGS"] = " ".join(f"{kept} {_SIMULATE}={count or default}".split())
+    if count is not None or _SIMULATE not in flags:
+        flags = re.sub(rf"{_SIMULATE}=\d+", "", flags) + f" {_SIMULATE}={count or default}"
+    # A program that XLA:CPU takes from JAX's cache on disk has lost the order of its collectives: devices wait for one
+    # another in different ones. Without its concurrent scheduler they keep it (jax 0.10.2 to 0.12.0).
+    if os.environ.get("JAX_COMPILATION_CACHE_DIR") and _CONCURRENT not in flags:
+        flags += f" {_CONCURRENT}=false"
+    os.environ["XLA_FLAGS"] = " ".join(flags.split())
 
 
 def visible_devices(asked: int | None) -> list[Any]:
@@ -238,6 +279,21 @@ def visible_devices(asked: int | None) -> list[Any]:
         return list(jax.devices()[:asked])
     except (RuntimeError, AssertionError) as error:
         raise UsageError(f"JAX finds no device ({error}); JAX_PLATFORMS=cpu works") from error
+
+
+def environment(device_count: int) -> dict[str, Any]:
+    """What a record says of where it was made, on so many devices."""
+    device = jax.devices()[0]
+    return {
+        "platform": device.platform,
+        "device_kind": device.device_kind,
+        "device_count": device_count,
+        "jax": jax.__version__,
+        "python": sys.version.split()[0],
+        "cpu_cores": os.cpu_count(),
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        "simulated": device.platform == "cpu",
+    }
 
 
 # Results.
@@ -259,12 +315,20 @@ def refuse_bad_folder(folder: Path, *names: str) -> None:
 
 
 def write_files(folder: Path, contents: dict[str, bytes]) -> None:
-    """Writes files into a folder, made where missing; each appears whole or not at all."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, content in contents.items():
-        temporary = folder / f".{name}.{os.getpid()}.tmp"
-        try:
-            temporary.write_bytes(content)
-            temporary.replace(folder / name)
-        finally:
-            temporary.unlink(missing_ok=True)
+    """Writes files into a folder, made where missing; each appears whole or not at all.
+
+    Raises:
+      UsageError: a full disk, or a folder that cannot be written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in contents.items():
+            temporary = folder / f".{name}.{os.getpid()}.tmp"
+            try:
+                temporary.write_bytes(content)
+                temporary.replace(folder / name)
+            finally:
+                temporary.unlink(missing_ok=True)
+    except OSError as error:
+        rule = f"cannot be written to: {error.strerror}; a folder with room for it works"
+        raise UsageError(f"out={str(folder)!r}: {rule}") from error

@@ -6,13 +6,11 @@ Letters: B batch, S sequence, H hidden. The text's bytes pass through a seeded e
 from __future__ import annotations
 
 import dataclasses
-import sys
-import sysconfig
-from pathlib import Path
 
 import numpy as np
 
 from _common import UsageError
+from jax_ep.training.data import read_documents
 
 HISTORY = 4
 RECIPE = (
@@ -33,33 +31,10 @@ def read_text(path: str | None) -> Text:
     """The bytes of a file; without one, those of the Python standard library's own modules, in order of name.
 
     Raises:
-      UsageError: missing, not a readable file, or empty.
+      ConfigError: missing, not a readable file, or empty.
     """
-    if path is None:
-        return _standard_library()
-    file = Path(path)
-    if file.is_dir():
-        raise UsageError(f"text={path!r}: is a folder, and one file is needed; --text {file / 'FILE'} works")
-    try:
-        data = file.read_bytes()
-    except OSError as error:
-        raise UsageError(f"text={path!r}: cannot be read: {error.strerror}; leave --text out for the default") from None
-    if not data:
-        raise UsageError(f"text={path!r}: is empty; leave --text out for the default")
-    return Text(data, f"{file.name}, {len(data)} bytes")
-
-
-def _standard_library() -> Text:
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    try:
-        files = sorted(file for file in folder.glob("*.py") if file.is_file())
-        data = b"".join(file.read_bytes() for file in files)
-    except OSError as error:
-        raise UsageError(f"text: {folder} cannot be read: {error.strerror}; --text FILE works") from None
-    if not data:
-        raise UsageError(f"text: this Python has no standard library sources in {folder}; --text FILE works")
-    version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    return Text(data, f"source files of Python {version}'s standard library, {len(files)} files, {len(data)} bytes")
+    documents = read_documents(None if path is None else [path], field="text")
+    return Text(b"".join(file.data for file in documents.files), documents.source)
 
 
 def sequences(text: Text, batch_size: int, sequence_length: int) -> np.ndarray:

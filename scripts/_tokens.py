@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,7 +24,9 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Ids are the bytes of UTF-8: for models with random weights and a vocabulary of 128 (ASCII alone) to 256."""
+    """Ids are the bytes of UTF-8: for models trained on bytes, and those with random weights and a vocabulary of 128
+    (ASCII alone) to 256.
+    """
 
     name = "bytes"
 
@@ -31,7 +34,55 @@ class ByteTokenizer:
         return list(text.encode())
 
     def decode(self, ids: Sequence[int]) -> str:
-        return bytes(ids).decode(errors="replace")
+        return bytes(i for i in ids if i < 256).decode(errors="replace")
+
+
+def byte_tokenizer_file() -> bytes:
+    """A tokenizer.json that the `tokenizers` package reads and whose ids are the bytes of UTF-8: byte-level BPE, as of
+    GPT-2, without a merge.
+    """
+    whole = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    model: dict[str, Any] = {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": None,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": False,
+        "byte_fallback": False,
+        "ignore_merges": False,
+        "vocab": _byte_vocabulary(),
+        "merges": [],
+    }
+    content: dict[str, Any] = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": None,
+        "pre_tokenizer": whole,
+        "post_processor": None,
+        "decoder": whole,
+        "model": model,
+    }
+    return (json.dumps(content, indent=1) + "\n").encode()
+
+
+def _byte_vocabulary() -> dict[str, int]:
+    """Byte-level BPE writes a byte as the character of its number where that prints, and the others in their order as
+    those from 256 on (`bytes_to_unicode` of GPT-2's encoder.py).
+    """
+    prints = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = iter(range(256, 512))
+    return {chr(byte if byte in prints else next(others)): byte for byte in range(256)}
+
+
+def _holds_bytes(path: Path) -> bool:
+    """Whether a tokenizer.json is that of `byte_tokenizer_file`, which no package is needed to read."""
+    try:
+        return path.read_bytes() == byte_tokenizer_file()
+    except OSError:
+        return False
 
 
 class FileTokenizer:
@@ -72,6 +123,8 @@ def tokenizer_of(folder: Path, wanted: bool) -> Tokenizer | None:
         if wanted:
             raise UsageError(f"prompt: there is no {TOKENIZER} in {str(folder)!r} to read text with; --ids 1,2,3 works")
         return None
+    if _holds_bytes(path):
+        return ByteTokenizer()
     try:
         return FileTokenizer(path)
     except UsageError:

@@ -23,8 +23,16 @@ import jax.numpy as jnp
 from rich.console import Console
 from rich.table import Table
 
-from _common import Parser, UsageError, override, refuse_bad_folder, run_main, simulate_devices, write_files
-from generate import load_model_config
+from _common import (
+    Parser,
+    UsageError,
+    load_model_config,
+    override,
+    refuse_bad_folder,
+    run_main,
+    simulate_devices,
+    write_files,
+)
 from jax_ep import ModelConfig, make_mesh
 from jax_ep.models.cache import cache_shardings, forward_cached, init_cache
 from jax_ep.models.decoder import decoder_shapes, decoder_shardings, forward, loss

@@ -15,8 +15,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-import runpy
-import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
@@ -31,12 +29,13 @@ from rich.table import Table
 from rich.text import Text
 
 from _common import (
-    CONFIGS,
     Parser,
     UsageError,
-    load_config,
+    environment,
+    load_model_config,
     nearest,
     override,
+    published_family,
     refuse_bad_folder,
     run_main,
     simulate_devices,
@@ -44,16 +43,14 @@ from _common import (
     write_files,
 )
 from _tokens import TOKENIZER, ByteTokenizer, TextStream, Tokenizer, printable, tokenizer_of
-from jax_ep import CommConfig, ConfigError, ModelConfig, make_mesh
+from jax_ep import CommConfig, ModelConfig, make_mesh
 from jax_ep.engine import Engine, Generation, Speed, Token
 from jax_ep.models import from_pretrained, save_pretrained
 from jax_ep.models.decoder import Decoder, decoder_shapes
-from jax_ep.models.families import config_to_hub
 from jax_ep.sampling import Sampling
 
 RECORD = "generate.json"
 PROMPTS = ("Once upon a time", "Two roads", "E")
-FAMILIES = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "granitemoe", "qwen2_moe")
 THROUGH_FILES = 2**28  # random models up to this many bytes are saved and loaded, to show that road
 MEANINGLESS = "the weights are random: what follows the prompts means nothing"
 
@@ -172,7 +169,7 @@ def _load(args: argparse.Namespace, mesh: jax.sharding.Mesh) -> tuple[Decoder, T
     notes = [MEANINGLESS]
     tokenizer = ByteTokenizer() if 128 <= config.vocab_size <= 256 else None
     size = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(decoder_shapes(config)))
-    family = _family(config)
+    family = published_family(config)
     if family is None or size > THROUGH_FILES:
         why = "no published family is like it" if family is None else f"it has {size / 2**20:.0f} MiB"
         return decoder, tokenizer, [*notes, f"the model was not taken through files: {why}"]
@@ -194,29 +191,6 @@ def _comm(overrides: Sequence[str]) -> CommConfig:
             rule = "with --model only how tokens travel can be set"
             raise UsageError(f"unknown key {key!r}: {rule}{nearest(key, fields)}")
     return override(CommConfig(), overrides)
-
-
-def load_model_config(name: str) -> ModelConfig:
-    """The model of a file in configs/, by name, or of any file, by path."""
-    load_config(name)  # its refusals
-    path = Path(name) if "/" in name or name.endswith(".py") else CONFIGS / f"{name}.py"
-    get_model_config = runpy.run_path(str(path)).get("get_model_config")
-    config = get_model_config() if callable(get_model_config) else None
-    if not isinstance(config, ModelConfig):
-        rule = "must define get_model_config() -> ModelConfig, as configs/tiny_decoder.py does"
-        raise UsageError(f"config={name!r}: {rule}; --config tiny_decoder works")
-    return config
-
-
-def _family(config: ModelConfig) -> str | None:
-    """A published family whose files can hold this model."""
-    for family in FAMILIES:
-        try:
-            config_to_hub(config, family)
-        except ConfigError:
-            continue
-        return family
-    return None
 
 
 def _prompts(args: argparse.Namespace, config: ModelConfig, tokenizer: Tokenizer | None) -> list[list[int]]:
@@ -269,17 +243,10 @@ def _record(
     result: Generation,
     notes: list[str],
 ) -> dict[str, Any]:
-    device, speed = mesh.devices.flat[0], result.speed
+    speed = result.speed
     text = lambda ids: None if tokenizer is None else tokenizer.decode(ids)
     return {
-        "environment": {
-            "platform": device.platform,
-            "device_kind": device.device_kind,
-            "device_count": mesh.size,
-            "jax": jax.__version__,
-            "python": sys.version.split()[0],
-            "simulated": device.platform == "cpu",
-        },
+        "environment": environment(mesh.size),
         "model": {
             "source": str(args.model) if args.model else f"random weights, configs/{args.config or 'tiny_decoder'}",
             "num_layers": config.num_layers,

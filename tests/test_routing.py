@@ -19,6 +19,7 @@ from jax_ep import (
     Routing,
     balance_loss,
     balanced_routing,
+    bias_update,
     init_params,
     make_mesh,
     moe,
@@ -241,6 +242,27 @@ def test_selection_bias_gets_no_gradient_and_changes_no_weight():
     same = run_route(logits, c, selection_bias=bias)
     assert np.array_equal(shifted.experts, same.experts)
     assert np.array_equal(shifted.weights, same.weights)
+
+
+def test_bias_update_is_a_step_towards_the_mean_count():
+    counts = jnp.array([[4, 2, 2, 0], [3, 3, 3, 3]])  # of two layers
+    got = bias_update(counts, 0.5)
+    assert got.dtype == jnp.float32
+    assert got.tolist() == [[-0.5, 0, 0, 0.5], [0, 0, 0, 0]]
+    # Balanced is balanced, also where float32 does not hold the counts, nor their sum.
+    assert not bias_update(jnp.full(3, 2**24 + 1), 0.5).any()
+    assert bias_update(2**30 + jnp.array([1, 0, 2]), 0.5).tolist() == [0, 0.5, -0.5]
+
+
+def test_bias_updates_balance_a_router_that_prefers_some_experts():
+    c = RouterConfig(2, score_function="sigmoid", selection_bias=True)
+    logits = np.random.default_rng(6).normal(size=(512, 8)) + np.linspace(-1.5, 1.5, 8)
+    bias, load = jnp.zeros(8), []
+    for _ in range(200):
+        counts = jnp.bincount(run_route(logits, c, selection_bias=bias).experts.ravel(), length=8)
+        load.append(float(counts.max() / counts.mean()))
+        bias = bias + bias_update(counts, 0.01)
+    assert load[0] > 2 and max(load[-20:]) < 1.2
 
 
 # ------------------------------------------------------------------------------------------- float32 whatever the dtype

@@ -9,6 +9,7 @@ E experts, R ranks.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,12 +23,14 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ep import layer as moe_layer
 from jax_ep import sharding
-from jax_ep.attention import NO_WINDOW, Queries, attend, linear, project, rms_norm, rope_tables
+from jax_ep.attention import NO_WINDOW, Queries, attend, attention_scale, linear, project, rms_norm, rope_tables
+from jax_ep.block.coship import sequential_stack
+from jax_ep.block.ranges import reorder
 from jax_ep.config import refuse
 from jax_ep.layer import RouterBias, moe
 from jax_ep.local import CHECKPOINT_NAMES
 from jax_ep.model_config import ModelConfig
-from jax_ep.models.placement import Placement, constrain, placement
+from jax_ep.models.placement import Placement, constrain, gather, narrow, placement, split_spec
 from jax_ep.routing import MoEStats, balance_loss
 
 Params = dict[str, Any]
@@ -90,14 +93,20 @@ def decoder_shapes(config: ModelConfig, ranks: int = 1) -> Any:
     return jax.eval_shape(functools.partial(init_decoder, config, ranks=ranks), jax.random.key(0))
 
 
-def decoder_shardings(config: ModelConfig, mesh: Mesh) -> Any:
+def decoder_shardings(config: ModelConfig, mesh: Mesh, split_weights: bool = False) -> Any:
     """NamedShardings in the structure of init_decoder(config, key, ranks=R of mesh): experts over the expert axis, the
-    rest whole on every device; in mode "dense", which reads every expert everywhere, the experts too.
+    rest whole on every device; in mode "dense", which reads every expert everywhere, the experts too. With
+    split_weights the rest lies over all token axes, as `split_spec` says.
     """
-    ranks = sharding.layer_axes(config.moe, mesh).ranks
-    specs: Any = jax.tree.map(lambda _: P(), decoder_shapes(config, ranks))
-    each = sharding.param_specs(config.moe, specs["layers"]["moe"])
-    specs["layers"]["moe"] = jax.tree.map(lambda s: P(None, *s), each, is_leaf=lambda s: isinstance(s, P))
+    axes = sharding.layer_axes(config.moe, mesh)
+    shapes = decoder_shapes(config, axes.ranks)
+
+    def outside(path: tuple[Any, ...], a: Any) -> P:
+        return split_spec(a.shape, axes, path[0].key == "layers") if split_weights else P()
+
+    specs: Any = jax.tree.map_with_path(outside, shapes)
+    experts = sharding.param_specs(config.moe, shapes["layers"]["moe"])["experts"]
+    specs["layers"]["moe"]["experts"] = {name: P(None, *spec) for name, spec in experts.items()}
     return jax.tree.map(lambda s: NamedSharding(mesh, s), specs, is_leaf=lambda s: isinstance(s, P))
 
 
@@ -120,16 +129,20 @@ def forward(
     *,
     mesh: Mesh | AbstractMesh | None = None,
     attention_mask: jax.Array | None = None,
+    split_weights: bool = False,
 ) -> tuple[jax.Array, MoEStats]:
     """Logits of every position. Works under jit and grad; recomputes in the backward as config.recompute says.
 
     Args:
       params: as `init_decoder` gives them, for this or any other number of ranks.
-      input_ids: [B, S] integers in [0, V). Any B and S; what the mesh's token axes divide lies on them.
+      input_ids: [B, S] integers in [0, V). Any B and S; what the mesh's token axes divide lies on them. With
+        config.kv_coship B is an even number for each replica.
       config: the model.
       mesh: with the layer's axes; None: the ambient one, or one device.
       attention_mask: [B, S], bool or 0 and 1. Tokens at 0 are padding, before or after the others: nobody attends to
         them, they travel nowhere and count in no statistics, and their logits are finite and mean nothing.
+      split_weights: params lie as decoder_shardings(..., split_weights=True) says: those of a layer are gathered where
+        it runs, and again in its backward, so that no device ever holds those of all layers.
 
     Returns:
       logits [B, S, V] float32, and MoEStats stacked [Y, ...].
@@ -137,29 +150,94 @@ def forward(
     Raises:
       ConfigError: shapes, dtypes, axes or parameters that do not fit the config.
     """
+    if config.kv_coship is not None:
+        if split_weights:
+            rule = "with kv_coship all layers run inside one shard_map, which takes their weights whole"
+            refuse("split_weights", True, rule, False)
+        return _coshipped_forward(params, input_ids, config, mesh, attention_mask)
+    logits, stats, _ = observed_forward(params, input_ids, config, lambda x: None, mesh, attention_mask, split_weights)
+    return logits, stats
+
+
+def _coshipped_forward(
+    params: Params,
+    input_ids: jax.Array,
+    config: ModelConfig,
+    mesh: Mesh | AbstractMesh | None,
+    attention_mask: jax.Array | None,
+) -> tuple[jax.Array, MoEStats]:
+    """`forward` through `sequential_stack`. What does not divide over the ranks is padded at its end and masked."""
+    mask = check_ids(input_ids, attention_mask)
+    (b, s), split = input_ids.shape, config.kv_coship
+    assert split is not None
+    ranks = sharding.layer_axes(config.moe, sharding.ambient_mesh() if mesh is None else mesh).ranks
+    short = -s % (ranks if split == "contiguous" else 2 * ranks)
+    if short:
+        mask = jnp.pad(jnp.ones((b, s), jnp.bool_) if mask is None else mask, ((0, 0), (0, short)))
+        input_ids = jnp.pad(input_ids, ((0, 0), (0, short)))
+    place = placement(dataclasses.replace(config.moe, shard_sequence=True), mesh, b, s + short)
+    x = embed(params, reorder(input_ids, split, ranks, axis=1), config, place)
+    segments = None if mask is None else mask.astype(jnp.int32)
+    x, stats = sequential_stack(
+        params["layers"], x, config, mesh=mesh, segment_ids=segments, token_mask=mask, split=split
+    )
+    x = reorder(x, split, ranks, axis=1, inverse=True)[:, :s]
+    return logits_of(params, x, config), stats
+
+
+class Observed(NamedTuple):
+    """What an observer returned: of the embedded tokens; after each layer's attention and after its experts, stacked
+    [Y, ...]; of the logits.
+    """
+
+    embedded: Any
+    attention: Any
+    experts: Any
+    logits: Any
+
+
+def observed_forward(
+    params: Params,
+    input_ids: jax.Array,
+    config: ModelConfig,
+    observe: Callable[[jax.Array], Any],
+    mesh: Mesh | AbstractMesh | None = None,
+    attention_mask: jax.Array | None = None,
+    split_weights: bool = False,
+) -> tuple[jax.Array, MoEStats, Observed]:
+    """`forward`, and what `observe` makes of the tokens [B, S, H] on their way, and of the logits. One layer after the
+    other, whatever config.kv_coship says.
+    """
     mask = check_ids(input_ids, attention_mask)
     b, s = input_ids.shape
-    place = placement(config.moe, mesh, b, s)
+    place = placement(config.moe, mesh, b, s, split_weights=split_weights)
     positions = jnp.broadcast_to(jnp.arange(s), (b, s))
     if mask is not None:  # rotary positions are relative, but small ones round less
         positions = positions - jnp.argmax(mask, axis=1, keepdims=True)
-    cos, sin = rope_tables(config, positions)
+    tables = rope_tables(config, positions)
     scale = attention_scale(config)
 
-    def body(x: jax.Array, at: tuple[Params, jax.Array]) -> tuple[jax.Array, MoEStats]:
-        layer, window = at
+    def body(x: jax.Array, at: tuple[Params, jax.Array]) -> tuple[jax.Array, Any]:
+        layer, window = gather(at[0], place), at[1]
 
         def attention(rows: Queries) -> tuple[jax.Array, None]:
             keys, values = (constrain(a, place.whole_sequences, place.mesh) for a in rows[1:])
             where = (positions, positions, mask, window, layer.get("sinks"), scale)
             return attend(rows.queries, keys, values, *where), None
 
-        x, stats, _ = run_layer(layer, x, (cos, sin), config, place, mask, attention)
-        return x, stats
+        x, _ = attention_half(layer, x, tables, config, attention)
+        attended = observe(x)
+        x, stats = experts_half(layer, x, config, place, mask)
+        return x, (stats, attended, observe(x))
 
-    x = embed(params, input_ids, config, place)
-    x, stats = jax.lax.scan(_recomputing(body, config.recompute), x, (params["layers"], layer_windows(config)))
-    return logits_of(params, x, config), stats
+    params = narrow(params, place)
+    outside = gather({name: a for name, a in params.items() if name != "layers"}, place)
+    x = embed(outside, input_ids, config, place)
+    embedded = observe(x)
+    layers = (params["layers"], layer_windows(config))
+    x, (stats, attended, done) = jax.lax.scan(_recomputing(body, config.recompute, place), x, layers)
+    logits = logits_of(outside, x, config)
+    return logits, stats, Observed(embedded, attended, done, observe(logits))
 
 
 class LossParts(NamedTuple):
@@ -229,10 +307,6 @@ def layer_windows(config: ModelConfig) -> jax.Array:
     return jnp.array([config.window if has else NO_WINDOW for has in windowed], jnp.int32)
 
 
-def attention_scale(config: ModelConfig) -> float:
-    return config.head_dim**-0.5 if config.attention_multiplier is None else config.attention_multiplier
-
-
 def embed(params: Params, input_ids: jax.Array, config: ModelConfig, place: Placement) -> jax.Array:
     rows = jnp.take(params["embed"], input_ids, axis=0, mode="clip").astype(config.moe.dtype)  # [B, S, H]
     return constrain(rows * config.embedding_multiplier, place.tokens, place.mesh)
@@ -260,23 +334,48 @@ def run_layer(
     attention: Callable[[Queries], tuple[jax.Array, Any]],
 ) -> tuple[jax.Array, MoEStats, Any]:
     """One layer: x [B, S, H] -> the same, its statistics, and what `attention` wants kept."""
-    with jax.named_scope("attention"):
-        rows = project(params, rms_norm(x, params["attention_norm"], config.norm_eps), *tables, config)
-        attended, kept = attention(rows)
-        x = x + linear(attended, params["o"], params.get("o_bias")) * config.residual_multiplier
-    normed = constrain(rms_norm(x, params["moe_norm"], config.norm_eps), place.tokens, place.mesh)
-    y, stats = moe(params["moe"], normed, place.moe, mesh=place.mesh, token_mask=token_mask)
-    x = constrain(x + y * config.residual_multiplier, place.tokens, place.mesh)
+    x, kept = attention_half(params, x, tables, config, attention)
+    x, stats = experts_half(params, x, config, place, token_mask)
     return x, stats, kept
 
 
-def _recomputing(body: Callable[..., Any], how: str) -> Callable[..., Any]:
-    """A layer's body that keeps for the backward what `how` (ModelConfig.recompute) says."""
-    if how == "none":
-        return body
+def attention_half(
+    params: Params,
+    x: jax.Array,
+    tables: tuple[jax.Array, jax.Array],
+    config: ModelConfig,
+    attention: Callable[[Queries], tuple[jax.Array, Any]],
+) -> tuple[jax.Array, Any]:
+    """The first half of a layer: x [B, S, H] -> the same, and what `attention` wants kept."""
+    with jax.named_scope("attention"):
+        rows = project(params, rms_norm(x, params["attention_norm"], config.norm_eps), *tables, config)
+        attended, kept = attention(rows)
+        return x + linear(attended, params["o"], params.get("o_bias")) * config.residual_multiplier, kept
+
+
+def experts_half(
+    params: Params, x: jax.Array, config: ModelConfig, place: Placement, token_mask: jax.Array | None
+) -> tuple[jax.Array, MoEStats]:
+    """The second half of a layer: x [B, S, H] -> the same, and its statistics."""
+    normed = constrain(rms_norm(x, params["moe_norm"], config.norm_eps), place.tokens, place.mesh)
+    y, stats = moe(params["moe"], normed, place.moe, mesh=place.mesh, token_mask=token_mask)
+    return constrain(x + y * config.residual_multiplier, place.tokens, place.mesh), stats
+
+
+def _recomputing(body: Callable[..., Any], how: str, place: Placement) -> Callable[..., Any]:
+    """A layer's body that keeps for the backward what `how` (ModelConfig.recompute) says; gathered weights never."""
     keep = jax.checkpoint_policies
-    policy = keep.nothing_saveable if how == "full" else keep.save_only_these_names(*CHECKPOINT_NAMES)
+    if how == "none":
+        if place.split is None:
+            return body
+        policy: Callable[..., Any] = _all_but_gathered
+    else:
+        policy = keep.nothing_saveable if how == "full" else keep.save_only_these_names(*CHECKPOINT_NAMES)
     return jax.checkpoint(body, policy=policy, prevent_cse=False)  # a scan's body is compiled apart from its backward
+
+
+def _all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:
+    return primitive.name != "sharding_constraint" or params["sharding"].spec != P()
 
 
 def check_ids(input_ids: jax.Array, attention_mask: jax.Array | None) -> jax.Array | None:

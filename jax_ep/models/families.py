@@ -27,6 +27,7 @@ _MOST_EXPERTS = 200_000  # over all layers: nobody should wait for what a hostil
 
 # Fields with several ways to say the same, compared by what they mean, and fields that are no part of a model.
 _SAID_OTHERWISE = ("attention_multiplier", "window", "window_layers")
+_HOW_IT_RUNS = ("recompute", "kv_coship", "overlap_moe_expert_parallel_comm")
 _SHARED = ("num_shared_experts", "shared_intermediate_size")
 _PLACES = ("expert_axis", "token_axes", "shard_sequence")
 
@@ -184,7 +185,7 @@ def _other_family(config: ModelConfig) -> str:
 def _refuse_what_differs(config: ModelConfig, read: ModelConfig, family: str) -> None:
     """Refuses the first field that does not survive being written. Fields that are not the model's are left out."""
     pairs: list[tuple[str, Any, Any, set[str]]] = [
-        ("", config, read, {"moe", "rope", "recompute", "overlap_moe_expert_parallel_comm", *_SAID_OTHERWISE}),
+        ("", config, read, {"moe", "rope", *_HOW_IT_RUNS, *_SAID_OTHERWISE}),
         ("moe.", config.moe, read.moe, {"comm", "overlap", "dtype", "router", *_PLACES, *_SHARED}),
         ("moe.router.", config.moe.router, read.moe.router, set()),
         ("rope.", config.rope, read.rope, set()),
