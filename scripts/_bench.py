@@ -132,7 +132,7 @@ class Bench:
             collectives=count_collectives(lowered.as_text()),
             temp_bytes=None if memory is None else int(memory.temp_size_in_bytes),
             stats=jax.tree.map(np.asarray, stats),
-            difference=_difference(results, reference or results),
+            difference=difference(results, reference or results),
         )
         return program, results
 
@@ -293,7 +293,7 @@ class Bench:
         return notes
 
 
-def _difference(results: list[np.ndarray], reference: list[np.ndarray]) -> Difference:
+def difference(results: list[np.ndarray], reference: list[np.ndarray]) -> Difference:
     """Empty experts that pad one of two programs have no counterpart in the other."""
     shared = lambda a, b: tuple(slice(min(m, n)) for m, n in zip(a.shape, b.shape, strict=True))
     pairs = [(a[shared(a, b)], b[shared(a, b)]) for a, b in zip(results, reference, strict=True)]

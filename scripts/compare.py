@@ -5,11 +5,16 @@
     python scripts/compare.py --backward --expert-parallel 4 data_parallel=2 recv_rows_factor=1.25
     python scripts/compare.py --modes packed dedup=True num_chunks=2 wire_dtype=int8
     python scripts/compare.py --sweep dedup,num_chunks,recv_rows_factor,wire_dtype
+    python scripts/compare.py --block parallel                             configs/tiny_block.py
+    python scripts/compare.py --block sequential --split contiguous --segments 48 --kv coship,separate layers=4
 
 With --sweep it runs variants of packed instead of modes: one option changed at a time, away from the config's own.
+With --block it runs attention and experts of a config's model, sequences split over the ranks, and changes how keys and
+values travel: beside hidden rows in the same collectives (coship), the same rows in collectives of their own
+(separate), or all of them (all_gather, ring).
 
-Without accelerators it simulates devices on the CPU and says so. Writes OUT/compare.json and OUT/compare.png, or
-OUT/sweep.json and OUT/sweep.png.
+Without accelerators it simulates devices on the CPU and says so. Writes OUT/compare.json and OUT/compare.png, or those
+called sweep or block.
 """
 
 from __future__ import annotations
@@ -25,6 +30,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from _bench import ONE_DEVICE, Bench, mode_config
+from _block import BLOCKS, BlockBench, BlockWorkload, block_workload, document_ids
+from _block_report import block_picture, print_block
 from _common import (
     Parser,
     UsageError,
@@ -42,7 +49,9 @@ from _sweep import HELP, sweep_record, swept_fields
 from _sweep_report import print_sweep, sweep_picture
 from _text import hidden_states, read_text, sequences
 from jax_ep import make_mesh
-from jax_ep.config import MODES, WorkloadConfig
+from jax_ep.block.coship import KV_WAYS
+from jax_ep.block.ranges import SPLITS
+from jax_ep.config import MODES, WorkloadConfig, one_of
 
 OWN_MESH = "a config of your own; this script makes its mesh itself, with axes data and expert"
 SET_ELSEWHERE = {"moe.comm.mode": "--modes dense,packed"} | dict.fromkeys(
@@ -53,8 +62,13 @@ SET_ELSEWHERE = {"moe.comm.mode": "--modes dense,packed"} | dict.fromkeys(
 def main(argv: Sequence[str]) -> None:
     args = _arguments(argv)
     simulate_devices(args.devices)
-    modes, swept = _modes(args.modes), None if args.sweep is None else swept_fields(args.sweep)
-    name, draw, print_record = ("sweep", sweep_picture, print_sweep) if swept else ("compare", picture, print_table)
+    modes, ways = _modes(args.modes), _ways(args.kv)
+    swept = None if args.sweep is None else swept_fields(args.sweep)
+    name, draw, print_record = "compare", picture, print_table
+    if args.block:
+        name, draw, print_record = "block", block_picture, print_block
+    elif swept:
+        name, draw, print_record = "sweep", sweep_picture, print_sweep
     folder = args.out or Path("out") / name
     png, record_file = f"{name}.png", f"{name}.json"
     workload = _workload(args)
@@ -65,13 +79,22 @@ def main(argv: Sequence[str]) -> None:
     devices = _devices(workload, args.devices)
 
     mesh = make_mesh(workload.expert_parallel, workload.data_parallel, devices)
-    states = hidden_states(tokens, workload.moe.hidden_size).reshape(-1, workload.moe.hidden_size)  # [T, H]
+    states = hidden_states(tokens, workload.moe.hidden_size)  # [B, S, H]
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        bench = Bench(workload, mesh, states, args.backward, progress)
-        if swept:
-            record = sweep_record(bench, swept, text.source, args.config)
+        if isinstance(workload, BlockWorkload):
+            shape = workload.batch_size, workload.sequence_length
+            ids = None if args.segments is None else document_ids(*shape, mean=args.segments)
+            block = BlockBench(
+                args.block, args.split or SPLITS[-1], workload, mesh, states, ids, args.backward, progress
+            )
+            record = block.record(ways, text.source, args.config)
         else:
-            record = compare_record(bench, modes, text.source, args.config)
+            flat = states.reshape(-1, workload.moe.hidden_size)  # [T, H]
+            bench = Bench(workload, mesh, flat, args.backward, progress)
+            if swept:
+                record = sweep_record(bench, swept, text.source, args.config)
+            else:
+                record = compare_record(bench, modes, text.source, args.config)
     refuse_bad_folder(folder, png, record_file)
     content = (json.dumps(record, indent=2) + "\n").encode()
     write_files(folder, {png: draw(record), record_file: content})
@@ -109,17 +132,23 @@ def compare_record(bench: Bench, modes: list[str], source: str, config_name: str
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog="compare.py", description=__doc__)
-    parser.add_argument("--config", default="tiny_cpu", help="a file in configs/, or a path (default: %(default)s)")
+    parser.add_argument("--config", help="a file in configs/, or a path (default: tiny_cpu; with --block, tiny_block)")
     parser.add_argument("--modes", metavar="NAMES", help=f"comma-separated (default: {','.join(MODES)})")
     parser.add_argument("--sweep", metavar="FIELDS", help=HELP)
+    parser.add_argument("--block", metavar="FORM", help=f"a block instead of a layer: {' or '.join(BLOCKS)}")
+    parser.add_argument("--kv", metavar="WAYS", help=f"of --block, comma-separated (default: {','.join(KV_WAYS)})")
+    parser.add_argument(
+        "--split", metavar="NAME", help=f"of --block's positions: {' or '.join(SPLITS)} (default: {SPLITS[-1]})"
+    )
+    parser.add_argument(
+        "--segments", type=int, metavar="N", help="of --block: documents of N positions on average fill the sequences"
+    )
     parser.add_argument("--expert-parallel", metavar="R", help="ranks the experts are spread over")
     parser.add_argument("--runs", metavar="N", help="timed runs of every mode or variant")
     parser.add_argument("--warmup", metavar="N", help="untimed runs of each before that")
     parser.add_argument("--backward", action="store_true", help="time forward and backward together")
     parser.add_argument("--text", metavar="FILE", help="text to take hidden states of (default: Python's own sources)")
-    parser.add_argument(
-        "--out", type=Path, help="folder for results (default: out/compare, and out/sweep with --sweep)"
-    )
+    parser.add_argument("--out", type=Path, help="folder for results (default: out/compare, out/sweep or out/block)")
     parser.add_argument(
         "--devices", type=int, metavar="N", help="devices to simulate without accelerators (default: 8)"
     )
@@ -129,21 +158,44 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         raise UsageError(f"devices={args.devices}: must be at least 1; --devices 8 works")
     if args.modes is not None and args.sweep is not None:
         raise UsageError(f"--modes {args.modes}: a sweep runs packed alone; --sweep {args.sweep} without it works")
+    _check_block(args)
+    args.config = args.config or ("tiny_block" if args.block else "tiny_cpu")
     return args
+
+
+def _check_block(args: argparse.Namespace) -> None:
+    options = {"kv": args.kv, "split": args.split, "segments": args.segments}
+    if args.block is None:
+        if given := [option for option, value in options.items() if value is not None]:
+            raise UsageError(f"--{given[0]}: only --block has it; --block parallel works")
+        return
+    for option in ("modes", "sweep"):
+        if getattr(args, option) is not None:
+            raise UsageError(f"--{option} {getattr(args, option)}: a block is packed; --block {args.block} alone works")
+    one_of("block", args.block, BLOCKS)
+    one_of("split", SPLITS[-1] if args.split is None else args.split, SPLITS)
+    if args.segments is not None and args.segments < 1:
+        raise UsageError(f"segments={args.segments}: must be at least 1; --segments 64 works")
+
+
+def _ways(text: str | None) -> list[str]:
+    return list(KV_WAYS) if text is None else chosen("kv", text, KV_WAYS, "way", "unknown way of keys and values")
 
 
 def _modes(text: str | None) -> list[str]:
     return list(MODES) if text is None else chosen("modes", text, MODES, "mode", "unknown mode")
 
 
-def _workload(args: argparse.Namespace) -> WorkloadConfig:
+def _workload(args: argparse.Namespace) -> WorkloadConfig | BlockWorkload:
     options = {"expert_parallel": args.expert_parallel, "runs": args.runs, "warmup": args.warmup}
     given = [f"{key}={value}" for key, value in options.items() if value is not None]
+    if args.block:
+        return block_workload(args.config, [*args.overrides, *given], SET_ELSEWHERE)
     workload: WorkloadConfig = override(load_config(args.config), [*args.overrides, *given], elsewhere=SET_ELSEWHERE)
     return workload
 
 
-def _devices(workload: WorkloadConfig, asked: int | None) -> list[Any]:
+def _devices(workload: WorkloadConfig | BlockWorkload, asked: int | None) -> list[Any]:
     """The first devices that the mesh needs."""
     need = workload.expert_parallel * workload.data_parallel
     have = visible_devices(asked)

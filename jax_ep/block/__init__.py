@@ -7,4 +7,6 @@ value rows travel beside hidden rows.
   rank.py       one rank's share of a block, in stages between which rows travel
   coship.py     the parallel block, and the sequential one in two microbatches
   sequential.py the latter's schedule
+  at_expert.py  attention at the expert's rank
+  ledger.py     bytes of a layer, by part                                            (pure integers)
 """
