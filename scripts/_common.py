@@ -257,18 +257,18 @@ def _replace(config: Any, changed: dict[str, Any]) -> Any:
 # Devices.
 
 
-def simulate_devices(count: int | None, default: int = 8) -> None:
+def simulate_devices(count: int | None, default: int = 8, in_order: bool = False) -> None:
     """Makes JAX's CPU platform show `count` devices. Only where JAX has not looked for devices yet.
 
     Accelerators are used where there are some: the CPU platform is then not the default one. Without a count, one
-    already in XLA_FLAGS stays.
+    already in XLA_FLAGS stays. `in_order` has all devices enter collectives in one order, which large programs need.
     """
     flags = os.environ.get("XLA_FLAGS", "")
     if count is not None or _SIMULATE not in flags:
         flags = re.sub(rf"{_SIMULATE}=\d+", "", flags) + f" {_SIMULATE}={count or default}"
-    # A program that XLA:CPU takes from JAX's cache on disk has lost the order of its collectives: devices wait for one
-    # another in different ones. Without its concurrent scheduler they keep it (jax 0.10.2 to 0.12.0).
-    if os.environ.get("JAX_COMPILATION_CACHE_DIR") and _CONCURRENT not in flags:
+    # XLA:CPU's concurrent scheduler lets devices wait for one another in different collectives: always in programs from
+    # JAX's cache on disk, which have lost their order, and at times in a training step (jax 0.10.2 to 0.12.0).
+    if (in_order or os.environ.get("JAX_COMPILATION_CACHE_DIR")) and _CONCURRENT not in flags:
         flags += f" {_CONCURRENT}=false"
     os.environ["XLA_FLAGS"] = " ".join(flags.split())
 

@@ -19,6 +19,8 @@ def _test_flags(flags: str) -> str:
     flags = re.sub(r"--xla_force_host_platform_device_count=\d+", "", flags)
     if "xla_backend_optimization_level" not in flags:
         flags += " --xla_backend_optimization_level=0"
+    if "xla_cpu_enable_concurrency_optimized_scheduler" not in flags:  # see scripts/_common.simulate_devices
+        flags += " --xla_cpu_enable_concurrency_optimized_scheduler=false"
     if "xla_cpu_use_fusion_emitters" not in flags and version("jaxlib").startswith("0.10."):
         flags += " --xla_cpu_use_fusion_emitters=false"
     return f"{flags} --xla_force_host_platform_device_count={DEVICES}".strip()

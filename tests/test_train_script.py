@@ -220,17 +220,20 @@ def test_overrides_may_follow_the_data(tmp_path):
     assert args.data == [str(tmp_path / "a=b"), "text.txt"] and sorted(args.overrides) == ["steps=5", "top_k=1"]
 
 
-def test_programs_from_the_cache_on_disk_keep_the_order_of_their_collectives(monkeypatch):
+@pytest.mark.parametrize("cached", [False, True])
+def test_collectives_keep_one_order(monkeypatch, cached):
     simulate, order = (
         f"--xla_{n}" for n in ("force_host_platform_device_count", "cpu_enable_concurrency_optimized_scheduler")
     )
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "somewhere")
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR", raising=False)
+    if cached:
+        monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", "somewhere")
     for before, after in {
         f"{simulate}=3": f"{simulate}=3 {order}=false",
         f"{order}=true": f"{order}=true {simulate}=8",
     }.items():
         monkeypatch.setenv("XLA_FLAGS", before)
-        train.simulate_devices(None)
+        train.simulate_devices(None, in_order=not cached)
         assert os.environ["XLA_FLAGS"] == after
 
 

@@ -45,6 +45,7 @@ _FREE = frozenset(
         "model.max_position",
         "model.stop_tokens",
         "model.recompute",
+        "model.kv_coship",
         "model.overlap_moe_expert_parallel_comm",
         *(f"model.moe.{name}" for name in ("comm", "overlap", "expert_axis", "token_axes", "shard_sequence")),
     ]
