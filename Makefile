@@ -5,7 +5,7 @@
 #   make test                           the tests;  ARGS="tests/test_plan.py -x" goes to pytest
 #   make bench                          grouped products and the one-device layer against dense ones
 #   make generate                       tokens from a tiny model; ARGS="--model FOLDER --prompt Hello" from a published one
-#   make train                          a small language model on Python's own sources, into out/train; again: it goes on
+#   make train                          a small language model on Python's own sources, into out/train; ARGS="steps=2000" goes on
 #   make temporaries                    memory of the layer on 8 x RTX 4090, compiled here: its own environment, about 5 GB
 #   make lint                           ruff and mypy
 #   make clean                          removes the environment

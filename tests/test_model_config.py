@@ -48,6 +48,7 @@ REFUSALS = [
     *[(model, "balance_loss_coef", bad, {}, NUMBER) for bad in NOT_NUMBERS[1:] if bad != 0],
     *[(model, "qk_norm", bad, {}, "must be one of head, projection") for bad in ("layer", True, 1)],
     *[(model, "recompute", bad, {}, "must be one of none, selective, full") for bad in ("some", None, False)],
+    *[(model, "kv_coship", bad, {}, "must be one of contiguous, zigzag") for bad in ("ring", True, 1)],
     *[(model, "window", bad, {}, INTEGER) for bad in NOT_INTEGERS[:-1]],
     (model, "window_layers", (True, False), {}, "there is no window"),
     *[(model, "window_layers", bad, {"window": 8}, "must be a sequence") for bad in (5, "TF", True)],

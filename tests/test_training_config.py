@@ -30,6 +30,8 @@ def train(**changes):
     return TrainConfig(**{**SIZES, **changes})
 
 
+COSHIP = {"model": dataclasses.replace(MODEL, kv_coship="zigzag")}
+
 # (maker, field, value, other arguments, what the message says of the rule): maker(**{field: value}, **others) raises.
 REFUSALS = [
     *[(OptimizerConfig, field, bad, {}, NUMBER) for field in ("learning_rate", "eps") for bad in (*NOT_NUMBERS, None)],
@@ -40,6 +42,17 @@ REFUSALS = [
         for bad in (*NOT_NUMBERS[1:], None)
     ],
     (OptimizerConfig, "final_fraction", 1.5, {}, "must be at most 1"),
+    *[(OptimizerConfig, field, 1e-300, {}, "is 0 in float32") for field in ("learning_rate", "eps", "clip_norm")],
+    *[(OptimizerConfig, field, 1e300, {}, "is inf in float32") for field in ("learning_rate", "eps", "weight_decay")],
+    *[(OptimizerConfig, field, 0.99999999, {}, "is 1 in float32") for field in ("b1", "b2")],
+    (
+        train,
+        "batch_size",
+        6,
+        COSHIP | {"data_parallel": 2},
+        "must be a multiple of 2 * data_parallel * accumulation = 4",
+    ),
+    (train, "shard_weights", True, COSHIP, "on whole weights"),
     *[(OptimizerConfig, field, bad, {}, "must be below 1") for field in ("b1", "b2") for bad in (1, 1.0, 2)],
     *[(OptimizerConfig, "warmup_steps", bad, {}, "integer of at least 0") for bad in NOT_INTEGERS[1:]],
     *[(OptimizerConfig, "schedule", bad, {}, "must be one of constant, linear, cosine") for bad in ("wsd", None, 1)],

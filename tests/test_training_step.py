@@ -143,6 +143,17 @@ def test_a_bad_step_changes_nothing_and_is_counted(kind):
     assert step()._cache_size() == 1
 
 
+def test_an_update_that_is_not_finite_is_skipped_too():
+    config = dataclasses.replace(CONFIG, accumulation=1, optimizer=OptimizerConfig(weight_decay=1e38))
+    state = jax.device_put(start(), state_shardings(config, mesh()))
+    state, metrics = make_step(config, mesh())(state, IDS.reshape(1, B, S))
+    assert metrics.skipped and np.isfinite(metrics.loss) and np.isfinite(metrics.grad_norm)
+    before = start()
+    jax.tree.map(np.testing.assert_array_equal, (state.params, state.opt_state), (before.params, before.opt_state))
+    said = first_not_finite(CONFIG, mesh(), state, IDS)
+    assert said.startswith("the update, of a gradient that is finite: its parts are finite, up to ")
+
+
 def test_selection_bias_moves_towards_balance_and_by_nothing_else():
     state, metrics = step()(jax.device_put(start(), state_shardings(CONFIG, mesh())), IDS)
     moved = state.params["layers"]["moe"]["router"]["selection_bias"]

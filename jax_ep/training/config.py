@@ -7,6 +7,8 @@ import numbers
 import sys
 from typing import Any
 
+import numpy as np
+
 from jax_ep.config import MoEConfig, RouterConfig, boolean, one_of, positive_int, positive_number, refuse
 from jax_ep.model_config import ModelConfig
 from jax_ep.sampling import SEEDS
@@ -18,6 +20,14 @@ _COUNTED = 2**31  # a TrainState counts in int32, below this
 def _not_negative(field: str, value: Any, works: float) -> None:
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or not 0 <= value <= sys.float_info.max:  # type: ignore[operator]
         refuse(field, value, "must be a finite number of at least 0", works)
+
+
+def _in_float32(field: str, value: float, works: float, below: float = np.inf) -> None:
+    """Refuses what is another number where updates are computed: 0, or not below `below`."""
+    with np.errstate(over="ignore"):
+        single = np.float32(value)
+    if not single < below or (value and not single):
+        refuse(field, value, f"is {single:g} in float32, in which updates are computed", works)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +70,10 @@ class OptimizerConfig:
         _not_negative("weight_decay", self.weight_decay, 0.1)
         if self.clip_norm is not None:
             positive_number("clip_norm", self.clip_norm, 1.0)
+        for field, works in (("learning_rate", 1e-3), ("eps", 1e-8), ("weight_decay", 0.1), ("clip_norm", 1.0)):
+            _in_float32(field, getattr(self, field) or 0.0, works)
+        for field, works in (("b1", 0.9), ("b2", 0.95)):
+            _in_float32(field, getattr(self, field), works, below=1.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,6 +145,7 @@ class TrainConfig:
         if self.batch_size % self.accumulation:
             divisors = (n for n in range(self.accumulation, 0, -1) if self.batch_size % n == 0)
             refuse("accumulation", self.accumulation, f"must divide batch_size={self.batch_size}", next(divisors))
+        self._check_kv_coship()
         most = (_COUNTED - 1) // self.batch_size
         if self.steps > most:
             rule = f"the sequences of steps={self.steps} with batch_size={self.batch_size} must be below {_COUNTED}"
@@ -149,3 +164,19 @@ class TrainConfig:
         positive_int("seed", self.seed, 0, least=0)
         if self.seed >= SEEDS:
             refuse("seed", self.seed, f"must be below {SEEDS}", self.seed % SEEDS)
+
+    def _check_kv_coship(self) -> None:
+        """Two halves of each replica's sequences, and weights that are whole."""
+        if self.model.kv_coship is None:
+            return
+        each = 2 * self.data_parallel * self.accumulation
+        if self.batch_size % each:
+            rule = (
+                f"with model.kv_coship={self.model.kv_coship!r} must be a multiple of 2 * data_parallel * accumulation"
+            )
+            refuse("batch_size", self.batch_size, f"{rule} = {each}", -(-self.batch_size // each) * each)
+        if self.shard_weights:
+            rule = (
+                f"with model.kv_coship={self.model.kv_coship!r} all layers run inside one shard_map, on whole weights"
+            )
+            refuse("shard_weights", True, rule, False)

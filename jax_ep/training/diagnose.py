@@ -62,7 +62,11 @@ def first_not_finite(config: TrainConfig, mesh: Mesh, state: TrainState, input_i
             return f"microbatch {a + 1} of {config.accumulation}: {found}" if config.accumulation > 1 else found
     sizes = [dict(_gradients(one.largest)) for one in microbatches]
     where, size = max(((name, max(s[name] for s in sizes)) for name in sizes[0]), key=operator.itemgetter(1))
-    return f"the norm of the gradient: its parts are finite, up to {size:.3g} in {where}"
+    what = f"its parts are finite, up to {size:.3g} in {where}"
+    count = sum(a.size for a in jax.tree.leaves(trained(state.params)))
+    if float(size) ** 2 * count < float(np.finfo(np.float32).max):  # what the norm cannot be above
+        return f"the update, of a gradient that is finite: {what}"
+    return f"the norm of the gradient: {what}"
 
 
 @functools.lru_cache(maxsize=1)

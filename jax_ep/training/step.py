@@ -34,7 +34,7 @@ class TrainState(NamedTuple):
       sequences: int32, sequences consumed: the position in the data.
       params: as of `jax_ep.models.decoder.init_decoder`.
       opt_state: of `make_optimizer`; it counts the updates made.
-      skipped: int32, steps without a finite loss and gradient, which changed neither params nor opt_state.
+      skipped: int32, steps without a finite loss, gradient and update, which changed neither params nor opt_state.
       skipped_in_row: int32, of those the ones since the last good step.
     """
 
@@ -55,7 +55,7 @@ class StepMetrics(NamedTuple):
       balance, z: float32, balance and z-loss of the routers, before their factors.
       grad_norm: float32, over all parameters, before it is bounded.
       learning_rate: float32.
-      skipped: bool, whether loss or grad_norm was not finite, so that nothing was changed.
+      skipped: bool, whether loss, grad_norm or the update was not finite, so that nothing was changed.
       stats: MoEStats [Y, ...], summed over microbatches; of rounds the most.
     """
 
@@ -211,7 +211,7 @@ def advance(state: TrainState, input_ids: jax.Array, config: TrainConfig, mesh: 
             router = params["layers"]["moe"]["router"]
             moved = router["selection_bias"] + bias_update(parts.stats.counts, config.bias_update_rate)  # [Y, E]
             params = _with_router(params, {**router, "selection_bias": moved})
-        good = jnp.isfinite(loss) & jnp.isfinite(norm)
+        good = jnp.isfinite(loss) & jnp.isfinite(norm) & jnp.isfinite(optax.tree.norm(updates))
         keep = lambda new, old: jnp.where(good, new, old)
         params, opt_state = jax.tree.map(keep, (params, opt_state), (state.params, state.opt_state))
     bad = 1 - good.astype(jnp.int32)
@@ -231,8 +231,8 @@ def advance(state: TrainState, input_ids: jax.Array, config: TrainConfig, mesh: 
 def make_step(config: TrainConfig, mesh: Mesh) -> Callable[[TrainState, jax.Array], tuple[TrainState, StepMetrics]]:
     """Compiles, on its first call, `f(state, input_ids int32 [A, B/A, S]) -> (state, StepMetrics)`.
 
-    The state given is used up. A step whose loss or gradient is not finite leaves parameters and optimiser state as
-    they were and is counted; it uses up its sequences all the same.
+    The state given is used up. A step whose loss, gradient or update is not finite leaves parameters and optimiser
+    state as they were and is counted; it uses up its sequences all the same.
     """
     lies = state_shardings(config, mesh)
     return jax.jit(
