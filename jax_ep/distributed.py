@@ -19,6 +19,7 @@ import json
 import math
 import os
 import re
+import secrets
 import socket
 import subprocess
 import sys
@@ -31,6 +32,8 @@ from types import TracebackType
 from typing import Any
 
 import jax
+import numpy as np
+from jax.experimental import multihost_utils
 
 from jax_ep import watcher
 from jax_ep.config import ConfigError, refuse
@@ -92,7 +95,8 @@ def join(wait: float = 120.0) -> None:
     job = job_of(os.environ)
     if job is None or jax.distributed.is_initialized():
         return
-    meet(job, wait)
+    global _name
+    _name = meet(job, wait)
     bind = None
     if job.on_loopback:
         bind = job.address
@@ -166,14 +170,29 @@ def _keep_gloo_on(host: str) -> None:
 
 # The roll call. JAX aborts a process whose job is not complete in time, and does not say who is missing.
 
-_COMPLETE = "complete"
+_COMPLETE = "complete "  # the job's name follows
+_name = ""  # of the job that this process joined by `join`
 
 
-def meet(job: Job, wait: float) -> None:
-    """Returns in every process of the job once all are there; rank 0 hears them where its coordinator will listen."""
-    problem = _call_roll(job, wait) if job.index == 0 else _answer_roll(job, wait)
-    if problem != _COMPLETE:
-        raise JoinError(problem)
+def meet(job: Job, wait: float) -> str:
+    """Returns in every process of the job once all are there; rank 0 hears them where its coordinator will listen.
+
+    Returns:
+      a name that no other job has, the same in all processes.
+    """
+    answer = _call_roll(job, wait) if job.index == 0 else _answer_roll(job, wait)
+    if not answer.startswith(_COMPLETE):
+        raise JoinError(answer)
+    return answer.removeprefix(_COMPLETE)
+
+
+def _name_of_job() -> str:
+    """As `meet` returns it. Waits for the others where the job was not joined by `join`."""
+    return _name or _name_of(int(multihost_utils.broadcast_one_to_all(np.int32(secrets.randbits(31)))))
+
+
+def _name_of(number: int) -> str:
+    return f"{number:08x}"
 
 
 def _call_roll(job: Job, wait: float) -> str:
@@ -197,10 +216,11 @@ def _call_roll(job: Job, wait: float) -> str:
         missing = [rank for rank in range(1, job.count) if rank not in there]
         if missing and not problem:
             problem = _missing(job, missing, wait)
+        answer = problem or _COMPLETE + _name_of(secrets.randbits(31))
         for peer in peers:
             with contextlib.suppress(OSError):
-                peer.sendall(f"{problem or _COMPLETE}\n".encode())
-    return problem or _COMPLETE
+                peer.sendall(f"{answer}\n".encode())
+    return answer
 
 
 def _listening(job: Job) -> socket.socket:
@@ -239,7 +259,7 @@ def _answer_roll(job: Job, wait: float) -> str:
             problem = str(error)
         time.sleep(0.02)
     # JAX sleeps a second between its tries to reach the coordinator, which rank 0 starts now.
-    while answer == _COMPLETE and time.monotonic() < end:
+    while answer.startswith(_COMPLETE) and time.monotonic() < end:
         with contextlib.suppress(OSError), socket.create_connection((job.host, job.port), timeout=5):
             break
         time.sleep(0.02)
@@ -269,20 +289,21 @@ class Watchdog:
     Where there is one process it does nothing.
 
     Args:
-      folder: of the run, which every host sees; made where missing. Signs of life are written below it.
+      folder: of the run, which every host sees; made where missing. Signs of life are written below it, in a folder of
+        this job alone, which goes once all have left the block without an error.
       deadline: seconds.
 
     Raises:
       ConfigError: a deadline shorter than a few signs of life take, or as long as JAX's own.
     """
 
-    _turns = itertools.count()  # of this process: the same in all, and in the signs of life
+    _turns = itertools.count()  # of this process: the same in all
 
     def __init__(self, folder: Path, deadline: float = 300.0):
         least, most = DEADLINES_S
         if not least <= deadline <= most:
             refuse("deadline", deadline, f"must be from {least} to {most} seconds", 300.0)
-        self._folder, self._deadline = folder / "signs_of_life", deadline
+        self._folder, self._deadline = folder, deadline
         self._program: subprocess.Popen[bytes] | None = None
         self._says: dict[str, Any] = dict(beats=0, stage="start", state=RUNS, said="")
         self._news, self._answered = threading.Event(), threading.Event()
@@ -296,9 +317,9 @@ class Watchdog:
     def __enter__(self) -> Watchdog:
         if jax.process_count() == 1:
             return self
-        self._folder.mkdir(parents=True, exist_ok=True)
-        job = jax.process_index(), jax.process_count()
-        what = (self._folder, *job, self._deadline, os.getpid(), next(self._turns))
+        folder = self._folder / f"signs_of_life-{_name_of_job()}-{next(self._turns)}"
+        folder.mkdir(parents=True, exist_ok=True)
+        what = (folder, jax.process_index(), jax.process_count(), self._deadline, os.getpid())
         self._program = subprocess.Popen(
             [sys.executable, "-I", "-S", watcher.__file__, *map(str, what)],
             stdin=subprocess.PIPE,

@@ -2,8 +2,8 @@
 
 It outlives that process, whatever ends it: JAX aborts all processes when rank 0's is gone. It tells the others what its
 rank is doing, in a file of one line that it writes anew every second, reads theirs, and names the one at fault. Files
-are only ever compared with what they were before, on this process' own clock: hosts need not agree on the time, and
-what an earlier job left behind says nothing, as it does not change.
+are only ever compared with what they were before, on this process' own clock: hosts need not agree on the time. The
+folder is of one watchdog's block of one job. After a good end each removes its file, and the last of them the folder.
 
 `jax_ep.distributed.Watchdog` starts it, writes lines of {"beats", "stage", "state", "said"} to its standard input, the
 end of which is the end of that process, and reads verdicts from its standard output.
@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 TICK_S = 1.0  # between two signs of life
 SETTLE_S = 2.0  # from another's failure to the verdict: this rank may be about to fail or to end by itself
 QUIET_S = 5.0  # a silence that says enough once something is known to be wrong
-LOOK_S = 12.0  # for the rank at fault, after an error that may be another's doing
+LOOK_S = 12.0  # for the rank at fault, after an error that may be another's doing; for the others, after a good end
 LINGER_S = 5.0  # that last words are kept alive for the others to read
 KILL_S = 3.0  # that a process told to end may take
 LAST_S = 2.0  # that rank 0 stays longer: JAX aborts the others when it goes
@@ -46,7 +46,7 @@ class Sign(NamedTuple):
       state: one of the above; `said`: the error, or the verdict.
       blames: ranks at fault, by its verdict.
       host, pid: of the rank's process.
-      turn: how many watchdogs that process has had before.
+      over: it has seen that all are done, and needs no other's file any more.
     """
 
     tick: int = 0
@@ -57,7 +57,7 @@ class Sign(NamedTuple):
     blames: Sequence[int] = ()
     host: str = ""
     pid: int = 0
-    turn: int = 0
+    over: bool = False
 
     @property
     def progress(self) -> tuple[int, bool]:
@@ -91,12 +91,10 @@ class _Seen:
         self.ticked = self.moved = now
         self.ill: float | None = None
 
-    def update(self, sign: Sign | None, now: float, turn: int) -> None:
-        if sign is None or sign == self.sign or sign.turn < turn:
+    def update(self, sign: Sign | None, now: float) -> None:
+        if sign is None or sign == self.sign:
             return
         before = self.sign if self.of_this_job else None
-        if sign.turn > turn and before:  # it has left this block, and is in another one
-            sign = before._replace(state=DONE)
         self.ticked = now
         if before is None or (sign.progress, sign.state) != (before.progress, before.state):
             self.moved = now
@@ -118,13 +116,10 @@ class Watch:
       deadline: seconds that a rank may stand still.
       now: the time.
       signs: by rank, what the files say before this job is known to have written to them.
-      turn: of the watchdogs of this process.
     """
 
-    def __init__(
-        self, rank: int, count: int, deadline: float, now: float, signs: Mapping[int, Sign | None], turn: int = 0
-    ):
-        self._rank, self._deadline, self._turn = rank, deadline, turn
+    def __init__(self, rank: int, count: int, deadline: float, now: float, signs: Mapping[int, Sign | None]):
+        self._rank, self._deadline = rank, deadline
         self._seen = {other: _Seen(signs.get(other), now) for other in range(count)}
         self._trouble: float | None = None  # since when this rank is LOST or DIED
         self._first_tick = 0  # rank 0's, then
@@ -132,7 +127,7 @@ class Watch:
     def look(self, now: float, signs: Mapping[int, Sign | None]) -> Verdict | None:
         """Takes in what the files say now; None where there is nothing to say yet."""
         for rank, seen in self._seen.items():
-            seen.update(signs.get(rank), now, self._turn)
+            seen.update(signs.get(rank), now)
         own = self._seen[self._rank].now
         state = own.state if own else RUNS
         if state in (LOST, DIED) and self._trouble is None:
@@ -281,12 +276,12 @@ class _Inbox:
 class _Program:
     """The watching of one rank, from its start to its end."""
 
-    def __init__(self, folder: Path, rank: int, count: int, deadline: float, pid: int, turn: int):
+    def __init__(self, folder: Path, rank: int, count: int, deadline: float, pid: int):
         self._folder, self._rank, self._others = folder, rank, [r for r in range(count) if r != rank]
         self._pid = pid
         self._clock, self._inbox = _Clock(), _Inbox()
-        self._sign = Sign(host=socket.gethostname(), pid=pid, turn=turn)
-        self._watch = Watch(rank, count, deadline, self._clock.now, self._read(), turn)
+        self._sign = Sign(host=socket.gethostname(), pid=pid)
+        self._watch = Watch(rank, count, deadline, self._clock.now, self._read())
         self._all_done = self._complained = False
 
     def run(self) -> None:
@@ -301,10 +296,13 @@ class _Program:
                 return self._end(verdict)
             if verdict.all_done:
                 self._all_done = True
+                self._sign = self._sign._replace(over=True)
+                self._write()
                 self._answer("done")
             else:  # this rank itself is at fault; if its process is there, it says so
                 self._sign = self._sign._replace(state=GONE if self._inbox.ended else FAILED)
                 self._answer("nobody")
+        self._remove()
 
     def _take_in(self) -> None:
         """Waits for a tick, or for what should not wait so long; then writes the file."""
@@ -332,6 +330,17 @@ class _Program:
             if not self._complained:
                 self._complained = True
                 self._print(f"cannot be watched: {error}")
+
+    def _remove(self) -> None:
+        """Removes the file once no other needs it. One that is away was removed: its rank has seen all others over."""
+        until = time.monotonic() + LOOK_S
+        while not all((s and s.over) or not file_of(self._folder, r).exists() for r, s in self._read().items()):
+            if time.monotonic() > until:
+                return
+            time.sleep(TICK_S / 10)
+        with contextlib.suppress(OSError):
+            file_of(self._folder, self._rank).unlink()
+            self._folder.rmdir()
 
     def _answer(self, what: str) -> None:
         with contextlib.suppress(OSError):
@@ -373,8 +382,8 @@ def main(argv: Sequence[str]) -> None:
         signal.SIGHUP,
     ):  # they are for the rank's process, which this outlives
         signal.signal(signum, signal.SIG_IGN)
-    folder, rank, count, deadline, pid, turn = argv
-    _Program(Path(folder), int(rank), int(count), float(deadline), int(pid), int(turn)).run()
+    folder, rank, count, deadline, pid = argv
+    _Program(Path(folder), int(rank), int(count), float(deadline), int(pid)).run()
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from _compare_report import size
 
 Record = dict[str, Any]
 FILE = "progress.jsonl"
+_BEGINS = b'{"kind": "start"'
 _QUIET_S = 5.0  # without a terminal, a line of a plain step at most this often
 _COLUMNS = (
     ("step", 8),
@@ -39,6 +40,21 @@ _COLUMNS = (
     ("memory", 10),
     ("skipped", 9),
 )
+
+
+def refuse_foreign(folder: Path) -> None:
+    """Raises UsageError where `folder` has a progress.jsonl that no run began: a run would cut it off."""
+    path = folder / FILE
+    try:
+        with path.open("rb") as file:
+            ours = _BEGINS.startswith(file.read(len(_BEGINS)))  # a start, half of one, or nothing
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        rule = f"{path} cannot be read: {error.strerror}"
+        raise UsageError(f"out={str(folder)!r}: {rule}; --out another folder works") from None
+    if not ours:
+        raise UsageError(f"out={str(folder)!r}: {path} is not of a run of train.py; --out another folder works")
 
 
 class ProgressFile:
@@ -178,7 +194,8 @@ class Display:
         line = "".join(cell.rjust(width) for cell, (_, width) in zip(cells, _COLUMNS, strict=True))
         self._console.print(line, highlight=False, soft_wrap=True)
         if self._step["skipped"]:
-            self._console.print(f"    step {self._step['step']} was skipped: {self._step['where']}", highlight=False)
+            skipped = f"    step {self._step['step']} was skipped: {self._step['where']}"
+            self._console.print(skipped, highlight=False, soft_wrap=True)
         self._said, self._step, self._validation = time.monotonic(), None, None
 
 

@@ -19,6 +19,10 @@ from _train_progress import Record
 _TRAIN, _VALIDATION, _REFERENCE, _LOAD, _RATE = "#2a9d8f", "#9e2a2b", "0.35", "#264653", "#e09f3e"
 
 
+def counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
 def devices_in_words(record: dict[str, Any]) -> str:
     environment, mesh = record["environment"], record["model"]["mesh"]
     count = environment["device_count"]
@@ -35,13 +39,15 @@ def print_heading(console: Console, record: dict[str, Any]) -> None:
     way = model["mode"] if model["transport"] is None else f"{model['mode']} over {model['transport']}"
     say(f"\n{model['name']} on {devices_in_words(record)}, {way}", style="bold")
     active = f"{_count(model['active_parameters'])} of them active a token"
-    shape = f"{config['model']['num_layers']} layers, {model['experts']} experts, {model['top_k']} a token"
+    layers, experts = counted(config["model"]["num_layers"], "layer"), counted(model["experts"], "expert")
+    shape = f"{layers}, {experts}, {model['top_k']} a token"
     say(f"model: {_count(model['parameters'])} parameters, {active}; {shape}; {model['dtype']}")
     say(f"text: {data['source']}; held out: {data['held_out']}")
     rows = config["batch_size"], config["sequence_length"]
     pieces = f" in {config['accumulation']} microbatches" if config["accumulation"] > 1 else ""
     step = f"a step has {rows[0]} x {rows[1]} = {rows[0] * rows[1]} tokens{pieces}"
-    whole = f"{config['steps']} steps have {_count(data['tokens'])}, {data['epochs']:.2f} times the text"
+    steps = counted(config["steps"], "step")
+    whole = f"{steps} in all, {_count(data['tokens'])} tokens, {data['epochs']:.2f} times the text"
     say(f"tokens: {step}; {whole}")
     say(f"unigram entropy of the held-out text: {data['unigram_entropy']:.4f} nats a byte")
     for note in record["notes"]:
@@ -62,10 +68,11 @@ def print_summary(console: Console, record: dict[str, Any]) -> None:
     table = Table(show_header=False, box=None, pad_edge=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
-    table.add_row("validation loss", f"{result['final_validation']:.4f} nats a byte, {_against_unigram(result)}")
-    table.add_row("best", f"{result['best_validation']:.4f} after step {result['best_step']}")
+    table.add_row("validation loss", _validation(result, 4, " nats a byte"))
+    if result["best_validation"] is not None:
+        table.add_row("best", f"{result['best_validation']:.4f} after step {result['best_step']}")
     loss = "-" if result["final_loss"] is None else f"{result['final_loss']:.4f}"
-    table.add_row("training loss", f"{loss}, {result['skipped_steps']} steps skipped")
+    table.add_row("training loss", f"{loss}, {counted(result['skipped_steps'], 'step')} skipped")
     speed = f"{times['tokens_per_s']:.0f} tokens/s, {times['tflops_per_device']:.3g} model TFLOP/s a device"
     table.add_row("speed", f"{times['steps_per_s']:.2f} steps/s, {speed}")
     table.add_row("time", f"{times['total_s']:.1f} s, {times['compile_s']:.1f} of them compilation of the step")
@@ -74,9 +81,12 @@ def print_summary(console: Console, record: dict[str, Any]) -> None:
     console.print(table)
 
 
-def _against_unigram(result: dict[str, Any]) -> str:
-    percent = result["percent_under_unigram"]
-    return f"{abs(percent):.1f}% {'under' if percent >= 0 else 'above'} the unigram entropy"
+def _validation(result: dict[str, Any], digits: int, unit: str = "") -> str:
+    loss, percent = result["final_validation"], result["percent_under_unigram"]
+    if loss is None:
+        return "not finite"
+    where = "under" if percent >= 0 else "above"
+    return f"{loss:.{digits}f}{unit}, {abs(percent):.1f}% {where} the unigram entropy"
 
 
 def picture(record: dict[str, Any], records: list[Record]) -> bytes:
@@ -101,7 +111,7 @@ def picture(record: dict[str, Any], records: list[Record]) -> bytes:
             axes.set_xlim(0, max(1, steps[-1]["step"]))
         figure.get_layout_engine().set(rect=(0.004, 0, 0.99, 0.86), wspace=0.04, hspace=0.04)
         model, result = record["model"], record["result"]
-        head = f"{model['name']}: validation loss {result['final_validation']:.2f}, {_against_unigram(result)}"
+        head = f"{model['name']}: validation loss {_validation(result, 2)}"
         figure.text(0.5, 0.975, head, ha="center", va="top", fontsize=15, fontweight="bold")
         what = f"{_count(model['parameters'])} parameters, {_count(model['active_parameters'])} active a token"
         text = f"{what}, {model['mode']}; {devices_in_words(record)}, jax {record['environment']['jax']}"
@@ -126,8 +136,9 @@ def _draw_losses(axes: Any, record: dict[str, Any], steps: list[Record], validat
     style = {"color": _VALIDATION, "markersize": 4, "zorder": 4, "clip_on": False}
     axes.plot(where, held_out, "o-", label="validation, held-out text", **style)
     beside = {"xytext": (7, 0), "textcoords": "offset points", "va": "center", "annotation_clip": False}
-    last = f"{held_out[-1]:.2f}"
-    axes.annotate(last, (where[-1], held_out[-1]), color=_VALIDATION, fontweight="bold", **beside)
+    if np.isfinite(held_out[-1]):
+        last = f"{held_out[-1]:.2f}"
+        axes.annotate(last, (where[-1], held_out[-1]), color=_VALIDATION, fontweight="bold", **beside)
     unigram = record["data"]["unigram_entropy"]
     axes.axhline(unigram, color=_REFERENCE, linestyle=(0, (4, 3)), linewidth=1.2, zorder=3)
     above = {"transform": axes.get_yaxis_transform(), "ha": "right", "va": "bottom", "zorder": 5}

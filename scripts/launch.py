@@ -1,7 +1,7 @@
 """Runs a script as several processes of this machine, joined over Gloo: what several hosts do, tried on one.
 
-    python scripts/launch.py scripts/train.py --config tiny_lm expert_parallel=2 data_parallel=1
-    python scripts/launch.py --processes 4 --devices 2 scripts/train.py --config tiny_lm
+    python scripts/launch.py scripts/train.py --config tiny_lm --out out/two expert_parallel=2 data_parallel=1
+    python scripts/launch.py --processes 4 --devices 2 scripts/train.py --config tiny_lm --out out/four
 
 Each process is given simulated devices and the variables by which the script's join() finds the others. What rank 0
 prints is shown as it comes, that of the others with --verbose. Where one fails all are ended and the one at fault is

@@ -19,13 +19,15 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 from rich.console import Console
@@ -44,19 +46,21 @@ from _common import (
     write_files,
 )
 from _tokens import TOKENIZER, byte_tokenizer_file
-from _train_progress import FILE, Display, ProgressFile, Record, read_records
-from _train_report import picture, print_heading, print_summary
+from _train_progress import FILE, Display, ProgressFile, Record, read_records, refuse_foreign
+from _train_report import counted, picture, print_heading, print_summary
 from jax_ep import make_mesh
 from jax_ep.distributed import Watchdog, join
 from jax_ep.layer import resolve_transport
 from jax_ep.models import save_pretrained
 from jax_ep.models.decoder import Decoder, decoder_shapes, place_params
+from jax_ep.training import manifest
 from jax_ep.training.config import TrainConfig
 from jax_ep.training.data import VOCABULARY, Split, Windows, read_documents, split, unigram_entropy
 from jax_ep.training.loop import CHECKPOINTS, Result, TrainingStopped, train
 from jax_ep.training.step import TrainState, model_params
 
 RECORD, PICTURE, MODEL = "train.json", "train.png", "model"
+AT_ONCE_S = 3.0  # for the run to end itself after a second signal
 SET_ELSEWHERE = dict.fromkeys(
     ("model.moe.expert_axis", "model.moe.token_axes"), "expert_parallel and data_parallel, which make the mesh"
 )
@@ -71,8 +75,15 @@ def main(argv: Sequence[str]) -> None:
     try:
         _run(args)
     except KeyboardInterrupt:
-        print(f"train.py: interrupted; {_how_to_go_on(args.out)}", file=sys.stderr)
-        sys.exit(130)
+        _end_now(args.out, signal.SIGINT)
+
+
+def _end_now(folder: Path, signum: int) -> NoReturn:
+    """Without waiting for what other threads do: a checkpoint that is being written may never be."""
+    with contextlib.suppress(OSError, ValueError):
+        print(f"train.py: interrupted; {_how_to_go_on(folder)}", file=sys.stderr, flush=True)
+        sys.stdout.flush()
+    os._exit(128 + signum)
 
 
 def _run(args: argparse.Namespace) -> None:
@@ -80,9 +91,13 @@ def _run(args: argparse.Namespace) -> None:
     config: TrainConfig = override(load_train_config(args.config), args.overrides, elsewhere=SET_ELSEWHERE)
     watchdog = Watchdog(args.out, args.deadline)
     refuse_bad_folder(args.out, RECORD, PICTURE, FILE)
-    _refuse_finished(args.out, config)
+    refuse_foreign(args.out)
+    if (args.out / MODEL).exists() and not (args.out / MODEL).is_dir():
+        rule = f"{args.out / MODEL} is a file, and the model's folder goes there"
+        raise UsageError(f"out={str(args.out)!r}: {rule}; --out another folder works")
     documents = read_documents(args.data)
     text = split(documents, config.sequence_length)
+    _refuse_finished(args.out, config, text.facts)
     _refuse_unknown_bytes(config, text)
     simulate_devices(args.devices, config.expert_parallel * config.data_parallel, in_order=True)
     join()
@@ -90,7 +105,7 @@ def _run(args: argparse.Namespace) -> None:
     record = _record(args, config, mesh, documents.source, text)
     console = Console(quiet=jax.process_index() > 0)
     print_heading(console, record)
-    with watchdog, _signals() as came:
+    with watchdog, _signals(args.out) as came:
         result: Result | TrainingStopped
         try:
             result = _train(args.out, config, mesh, text, console, watchdog, came)
@@ -156,25 +171,48 @@ def _train(
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[list[int]]:
-    """The first SIGINT or SIGTERM that comes: the run ends after its step. Another one ends it at once."""
+def _signals(folder: Path) -> Iterator[list[int]]:
+    """The first SIGINT or SIGTERM that comes: the run ends after its step. Another one ends it at once.
+
+    Python's handlers wait for the main thread, which a compilation or a step may hold for minutes. So a thread is woken
+    too: it says that the first one was heard, and ends what does not end itself after another.
+    """
     came: list[int] = []
+    over = threading.Event()
+    heard, wake = os.pipe()
+    os.set_blocking(wake, False)
     before = {signum: signal.getsignal(signum) for signum in (signal.SIGINT, signal.SIGTERM)}
 
     def restore() -> None:
         for signum, handler in before.items():
             signal.signal(signum, handler)
 
+    def listen() -> None:
+        count = 0
+        while told := os.read(heard, 1):
+            count += told[0] in before
+            if told[0] in before and count == 1:
+                with contextlib.suppress(OSError):
+                    os.write(2, b"train.py: ending after this step, with a checkpoint; again: at once\n")
+            elif count > 1 and not over.wait(AT_ONCE_S):
+                _end_now(folder, told[0])
+        os.close(heard)
+
     def handle(signum: int, _: FrameType | None) -> None:
         came.append(signum)
         restore()
 
+    threading.Thread(target=listen, daemon=True).start()
+    woken = signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     for signum in before:
         signal.signal(signum, handle)
     try:
         yield came
     finally:
         restore()
+        signal.set_wakeup_fd(woken)
+        over.set()
+        os.close(wake)
 
 
 def _arguments(argv: Sequence[str]) -> argparse.Namespace:
@@ -212,14 +250,20 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     return args
 
 
-def _refuse_finished(folder: Path, config: TrainConfig) -> None:
+def _refuse_finished(folder: Path, config: TrainConfig, facts: dict[str, Any]) -> None:
     try:
-        done = json.loads((folder / RECORD).read_bytes())["config"]["steps"]
+        record = json.loads((folder / RECORD).read_bytes())
+        done = record["result"]["steps"]
+        about = {"config": record["config"], "data": {name: record["data"][name] for name in facts}}
+        differences = manifest.differences(about, config, facts)
     except (OSError, ValueError, LookupError, TypeError):  # no record, or none of ours
         return
     if isinstance(done, int) and done >= config.steps:
+        if differences:
+            rule = f"holds another run, which is finished: {'; '.join(differences)}"
+            raise UsageError(f"out={str(folder)!r}: {rule}; --out another folder works")
         more = f"steps={2 * done} goes on from there, and --out another folder begins anew"
-        raise UsageError(f"out={str(folder)!r}: this run is finished, {done} steps of it; {more}")
+        raise UsageError(f"out={str(folder)!r}: this run is finished, {counted(done, 'step')} of it; {more}")
 
 
 def _refuse_unknown_bytes(config: TrainConfig, text: Split) -> None:
@@ -238,7 +282,7 @@ def _devices(config: TrainConfig) -> list[Any]:
         if have[0].platform == "cpu" and need % processes == 0:
             works += f", and so does --devices {need // processes}" + " in each process" * (processes > 1)
         sizes = f"expert_parallel={config.expert_parallel}, data_parallel={config.data_parallel}"
-        raise UsageError(f"{sizes}: needs {need} devices and there are {len(have)}; {works}")
+        raise UsageError(f"{sizes}: needs {counted(need, 'device')} and there are {len(have)}; {works}")
     return have[:need]
 
 
@@ -253,8 +297,8 @@ def _record(
     notes = []
     if jax.default_backend() == "cpu":
         notes.append(
-            f"{mesh.size} simulated devices share this machine's cores and memory: tokens/s and TFLOP/s say nothing "
-            "about accelerators"
+            f"{counted(mesh.size, 'simulated device')} on this machine's cores and memory: tokens/s and TFLOP/s say "
+            "nothing about accelerators"
         )
     if config.zero_experts:
         notes.append("zero_experts: the routed experts' output is held at zero")
@@ -334,7 +378,10 @@ def _finish(folder: Path, record: dict[str, Any], console: Console) -> None:
 
 def _add_results(record: dict[str, Any], steps: list[Record], validations: list[Record]) -> None:
     """What the whole run came to, earlier starts included."""
-    final, best = validations[-1], min(validations, key=lambda r: r["loss"])
+    final = validations[-1]
+    finite = [r for r in validations if r["loss"] is not None]
+    best = min(finite, key=lambda r: r["loss"], default={"loss": None, "step": None})
+    unigram = record["data"]["unigram_entropy"]
     seconds = sum(r["seconds"] for r in steps)
     last = steps[-1]
     record["result"] = {
@@ -343,7 +390,7 @@ def _add_results(record: dict[str, Any], steps: list[Record], validations: list[
         "final_validation": final["loss"],
         "best_validation": best["loss"],
         "best_step": best["step"],
-        "percent_under_unigram": 100 * (1 - final["loss"] / record["data"]["unigram_entropy"]),
+        "percent_under_unigram": None if final["loss"] is None else 100 * (1 - final["loss"] / unigram),
         "skipped_steps": last["skipped_steps"],
         "dropped_rows": sum(r["dropped_rows"] for r in steps),
         "rounds": max(r["rounds"] for r in steps),

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import socket
 import threading
 import time
@@ -99,17 +100,17 @@ def test_one_process_joins_nobody(monkeypatch, tmp_path):
 
 
 def meetings(port, ranks, wait):
-    """What `meet` says in each rank, a thread each; ranks as (index, count)."""
+    """What `meet` says in each rank, a thread each; ranks as (index, count). A job's name as "met ..."."""
 
     def one(rank):
         try:
-            meet(Job(f"127.0.0.1:{port}", rank[1], rank[0], "deactivate"), wait)
+            name = meet(Job(f"127.0.0.1:{port}", rank[1], rank[0], "deactivate"), wait)
         except JoinError as error:
             return str(error)
         if rank[0] == 0:  # as JAX' coordinator would
             server = socket.create_server(("127.0.0.1", port))
             threading.Timer(1, server.close).start()
-        return ""
+        return f"met {name}"
 
     with ThreadPoolExecutor(len(ranks)) as pool:
         return list(pool.map(one, ranks))
@@ -117,8 +118,10 @@ def meetings(port, ranks, wait):
 
 def test_all_meet():
     begun = time.monotonic()
-    assert meetings(free_port(), [(2, 4), (0, 4), (1, 4), (3, 4)], 20) == [""] * 4
+    said = meetings(free_port(), [(2, 4), (0, 4), (1, 4), (3, 4)], 20)
     assert time.monotonic() - begun < 5
+    assert said == said[:1] * 4 and re.fullmatch("met [0-9a-f]{8}", said[0])
+    assert meetings(free_port(), [(0, 2), (1, 2)], 20)[0] != said[0]  # another job
 
 
 def test_a_missing_rank_is_named_in_all_others():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import io
 import json
 import os
 import random
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ import pytest
 from tiny_training import get_train_config
 
 import _tokens
+import _train_report
 import generate
 import train
 from _common import UsageError, load_train_config
@@ -128,13 +131,15 @@ def test_a_finished_run_says_so_and_goes_on_with_more_steps(finished, capsys):
     assert (folder / FILE).read_bytes().startswith(before)
     record = json.loads((folder / "train.json").read_text())
     assert record["times"]["starts"] == 2 and record["result"]["steps"] == STEPS + 2
+    with pytest.raises(UsageError, match=r"another run, which is finished: optimizer\.learning_rate.*--out another"):
+        run(folder, "learning_rate=1")
     with pytest.raises(ConfigError, match=r"optimizer\.learning_rate"):
         run(folder, "steps=20", "learning_rate=1")
     assert read_records(folder / FILE) == told
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_the_run_after_a_step_with_a_checkpoint(tmp_path, monkeypatch, capsys, signum):
+def test_a_signal_ends_the_run_after_a_step_with_a_checkpoint(tmp_path, monkeypatch, capfd, signum):
     def add(self, record):
         if record["kind"] == "step" and record["step"] == 3:
             os.kill(os.getpid(), signum)
@@ -145,22 +150,65 @@ def test_a_signal_ends_the_run_after_a_step_with_a_checkpoint(tmp_path, monkeypa
         run(tmp_path / "run")
     assert ended.value.code == 128 + signum
     assert [signal.getsignal(s) for s in (signal.SIGINT, signal.SIGTERM)] == handlers
-    error = capsys.readouterr().err
+    error = capfd.readouterr().err
     assert f"ended by {signum.name} after step 3 of {STEPS}" in error and "the same command goes on" in error
+    assert error.count("ending after this step, with a checkpoint; again: at once") == 1
     assert (tmp_path / "run" / loop.CHECKPOINTS / "3").is_dir()
     assert not (tmp_path / "run" / "train.json").exists()
     assert read_records(tmp_path / "run" / FILE)[-1]["step"] == 3
+    if signum == signal.SIGINT:  # no validation has been yet
+        monkeypatch.undo()
+        run(tmp_path / "run", "steps=2")
+        record = json.loads((tmp_path / "run" / "train.json").read_text())
+        assert record["result"]["steps"] == 3 and record["result"]["best_step"] == 3
 
 
-def test_another_interruption_ends_it_at_once(tmp_path, monkeypatch, capsys):
+def test_another_interruption_ends_it_at_once(tmp_path, monkeypatch, capfd):
     def add(self, record):
         if record["kind"] == "step":
             os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(Display, "add", lambda *a: (add(*a), add(*a)))
+    monkeypatch.setattr(os, "_exit", train.sys.exit)
     with pytest.raises(SystemExit) as ended:
         run(tmp_path / "run")
-    assert ended.value.code == 130 and "interrupted; no checkpoint has been written" in capsys.readouterr().err
+    assert ended.value.code == 130 and "interrupted; no checkpoint has been written" in capfd.readouterr().err
+
+
+def test_what_does_not_end_itself_is_ended(tmp_path, monkeypatch, capfd):
+    ended: list[int] = []
+    there = threading.Event()
+    monkeypatch.setattr(train, "AT_ONCE_S", 0.01)
+    monkeypatch.setattr(os, "_exit", lambda code: (ended.append(code), there.set()))
+    with train._signals(tmp_path) as came:
+        signal.raise_signal(signal.SIGTERM)
+        with contextlib.suppress(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        assert there.wait(10)
+    assert came == [signal.SIGTERM] and ended == [130]
+    assert "again: at once\ntrain.py: interrupted; no checkpoint" in capfd.readouterr().err
+
+
+def test_a_validation_that_is_not_finite_is_null_and_said(finished, tmp_path):
+    folder, _ = finished
+    record = json.loads((folder / "train.json").read_text())
+    record["model"]["family"] = None
+    lines = [json.loads(line) for line in (folder / FILE).read_text().splitlines()]
+    validations = [line for line in lines if line["kind"] == "validation"]
+    for left in (validations[-1:], validations):
+        for line in left:
+            line["loss"] = None
+        (tmp_path / FILE).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        said = io.StringIO()
+        train._finish(tmp_path, record, train.Console(file=said, width=200))
+        result = json.loads((tmp_path / "train.json").read_text())["result"]
+        assert result["final_validation"] is None and result["percent_under_unigram"] is None
+        assert (result["best_validation"] is None) == (left is validations)
+        assert "not finite" in said.getvalue() and (tmp_path / "train.png").exists()
+
+
+def test_one_of_a_kind_is_said_so():
+    assert [_train_report.counted(n, "layer") for n in (0, 1, 2)] == ["0 layers", "1 layer", "2 layers"]
 
 
 REFUSALS = {
@@ -197,6 +245,20 @@ def test_a_folder_that_cannot_be_the_runs_is_refused(tmp_path):
     with pytest.raises(UsageError, match="another run is writing there"):
         run(tmp_path / "run")
     held.close()
+
+
+def test_files_of_others_are_refused_and_stay(tmp_path):
+    (tmp_path / "progress").mkdir()
+    (tmp_path / "progress" / FILE).write_text('{"mine": 1}\n')
+    with pytest.raises(UsageError, match=rf"{FILE} is not of a run of train\.py; --out another folder works"):
+        run(tmp_path / "progress")
+    assert (tmp_path / "progress" / FILE).read_text() == '{"mine": 1}\n'
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / train.MODEL).write_text("mine")
+    with pytest.raises(UsageError, match="model is a file, and the model's folder goes there; --out another"):
+        run(tmp_path / "model")
+    (tmp_path / "model" / FILE).write_text('{"kind": "st')  # killed early
+    train.refuse_foreign(tmp_path / "model")
 
 
 def test_a_full_disk_is_one_line(tmp_path):

@@ -414,6 +414,12 @@ def test_folders_that_cannot_be(tmp_path, folder):
         Checkpoints(folder, CONFIG, mesh_of(CONFIG), FACTS)
     (folder / "notes.txt").unlink()
     (folder / "20k").rmdir()
+    for name in ("4", "4.broken"):
+        (folder / name).write_text("mine")
+        with pytest.raises(ConfigError, match=rf"holds what is no checkpoint: {re.escape(name)}; "):
+            Checkpoints(folder, CONFIG, mesh_of(CONFIG), FACTS)
+        assert (folder / name).read_text() == "mine"
+        (folder / name).unlink()
     with checkpoints(folder) as to:
         to.save(state_of(30))
         to.wait()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import math
 from collections.abc import Iterable
@@ -14,8 +15,10 @@ import numpy as np
 import pytest
 from tiny_training import get_train_config
 
+from jax_ep import ConfigError
+from jax_ep.models import decoder
 from jax_ep.models.decoder import loss
-from jax_ep.training import loop
+from jax_ep.training import diagnose, loop
 from jax_ep.training.data import Windows
 
 CONFIG = get_train_config()
@@ -26,11 +29,20 @@ FACTS = {"train_sha256": "a", "validation_sha256": "b"}
 
 @pytest.fixture(scope="module", autouse=True)
 def _compiled_once():
-    """One program a config and mesh for all tests here."""
+    """One program a config and mesh for all tests here, in which the rare token is embedded as NaN."""
+    embed = decoder.embed
+
+    def poisoned(params, input_ids, config, place):
+        rows = embed(params, input_ids, config, place)
+        return jnp.where(input_ids[..., None] == RARE, jnp.nan, rows)
+
+    diagnose._program.cache_clear()
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoder, "embed", poisoned)
         for name in ("make_step", "make_evaluate"):
             patch.setattr(loop, name, functools.lru_cache(getattr(loop, name)))
         yield
+    diagnose._program.cache_clear()
 
 
 def windows(seed: int = 0, count: int = 40) -> Windows:
@@ -119,7 +131,21 @@ def test_a_run_that_was_ended_goes_on_as_if_it_had_not_been(tmp_path, mesh, unbr
 
     again, nothing = run(tmp_path, mesh(2))  # finished
     assert of_kind(nothing, "step") == [] and again.step == CONFIG.steps and again.compile_s == 0
+    assert of_kind(nothing, "validation") == of_kind(unbroken[1], "validation")[-1:]
     assert_same_weights(again.state, unbroken[0].state)
+
+
+@pytest.mark.parametrize(("wanted", "count", "rows"), [(20, 21, [8, 8]), (7, 21, [4]), (1, 21, [4]), (64, 5, [4])])
+def test_kv_coship_is_validated_on_pairs_for_each_replica(mesh, monkeypatch, wanted, count, rows):
+    monkeypatch.setattr(loop, "make_evaluate", lambda *_: lambda params, ids: (seen.append(len(ids)), len(ids)))
+    seen: list[int] = []
+    coshipped = dataclasses.replace(CONFIG.model, kv_coship="contiguous")
+    config = dataclasses.replace(CONFIG, model=coshipped, data_parallel=2, evaluate_sequences=wanted)
+    monkeypatch.setattr(jax, "device_get", lambda told: [(1.0, n) for _, n in told])
+    told = loop._validation(config, mesh(2, 2), windows(1, count))(None)
+    assert seen == rows and told["sequences"] == sum(rows)
+    with pytest.raises(ConfigError, match=rf"evaluate_sequences={wanted}: .*takes 4 sequences.*held-out text has 3 "):
+        loop._validation(config, mesh(2, 2), windows(1, 3))
 
 
 def test_a_run_goes_on_on_another_mesh(tmp_path, mesh, unbroken):
@@ -130,8 +156,7 @@ def test_a_run_goes_on_on_another_mesh(tmp_path, mesh, unbroken):
     assert result.step == CONFIG.steps
 
 
-def test_a_step_that_is_not_finite_is_skipped_counted_and_placed(tmp_path, mesh, monkeypatch):
-    poison_embedding(monkeypatch)
+def test_a_step_that_is_not_finite_is_skipped_counted_and_placed(tmp_path, mesh):
     result, told = run(tmp_path, mesh(2), text=Poisoned(windows(), [4, 5, 7]))  # two in a row may be
     steps = of_kind(told, "step")
     assert [record["step"] for record in steps if record["skipped"]] == [4, 5, 7]
@@ -143,8 +168,7 @@ def test_a_step_that_is_not_finite_is_skipped_counted_and_placed(tmp_path, mesh,
     assert result.step == CONFIG.steps and int(result.state.skipped) == 3
 
 
-def test_too_many_in_a_row_stop_the_run_and_the_last_good_checkpoint_is_named(tmp_path, mesh, monkeypatch):
-    poison_embedding(monkeypatch)
+def test_too_many_in_a_row_stop_the_run_and_the_last_good_checkpoint_is_named(tmp_path, mesh):
     told: list[loop.Record] = []
     text = Poisoned(windows(), range(4, 100))
     with pytest.raises(loop.TrainingStopped, match=r"step 6: 3 steps in a row were not finite .*embed.*") as stopped:
@@ -153,6 +177,7 @@ def test_too_many_in_a_row_stop_the_run_and_the_last_good_checkpoint_is_named(tm
     # Steps 2, 4 and 6 are due for a checkpoint, and none is written while steps are skipped.
     names = [file.name for file in (tmp_path / loop.CHECKPOINTS).iterdir()]
     assert len(names) == 1 and names[0] in str(stopped.value)
+    assert "max_bad_steps=6 goes on past them, and a lower learning_rate makes" in str(stopped.value)
     _, after = run(tmp_path, mesh(2))  # with other data it gets past
     assert after[0]["step"] == 2 and sorted(losses(after)) == list(range(3, 9))
     assert not any(record["skipped"] for record in of_kind(after, "step"))
@@ -163,16 +188,12 @@ def test_the_layer_is_named_and_a_run_without_a_checkpoint_says_so(tmp_path, mes
         params["layers"]["k"] = params["layers"]["k"].at[1].set(jnp.nan)
 
     poison_state(monkeypatch, poison)
-    with pytest.raises(loop.TrainingStopped, match=r"step 3: 3 steps in a row .*layer 1.*there is no checkpoint yet"):
+    with pytest.raises(
+        loop.TrainingStopped, match=r"step 3: 3 steps in a row .*layer 1.*there is no checkpoint yet"
+    ) as stopped:
         run(tmp_path, mesh(2))
+    assert str(stopped.value).endswith("; a lower learning_rate makes another run")  # more steps would not help
     assert [path for path in (tmp_path / loop.CHECKPOINTS).iterdir() if path.is_file()] == []
-
-
-def poison_embedding(monkeypatch):
-    def poison(params):
-        params["embed"] = params["embed"].at[RARE].set(jnp.nan)
-
-    poison_state(monkeypatch, poison)
 
 
 def poison_state(monkeypatch, poison):

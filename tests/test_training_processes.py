@@ -40,7 +40,7 @@ def run(name, folder):
 
     def kill():
         if to_kill and len(records(folder, "step")) >= STEPS:
-            os.kill(read(folder / "signs_of_life", to_kill.pop()).pid, signal.SIGKILL)
+            os.kill(read(next(folder.glob("signs_of_life-*")), to_kill.pop()).pid, signal.SIGKILL)
 
     command = [str(TESTS.parent / "scripts" / "train.py"), *arguments(folder, 1000000 if to_kill else STEPS)]
     try:

@@ -1,9 +1,15 @@
-"""What a rank's watch concludes from the signs of life of all, with a clock and files of the test's own."""
+"""What a rank's watch concludes from the signs of life of all, with a clock and files of the test's own; and what the
+program that watches leaves of its files."""
 
 import json
+import os
+import subprocess
+import sys
+import time
 
 import pytest
 
+from jax_ep import watcher
 from jax_ep.watcher import (
     DIED,
     DONE,
@@ -13,6 +19,7 @@ from jax_ep.watcher import (
     LOOK_S,
     LOST,
     QUIET_S,
+    RUNS,
     SETTLE_S,
     Sign,
     Verdict,
@@ -224,27 +231,6 @@ def test_a_rank_that_does_not_leave_is_named(files):
     assert verdict.ranks == (2,) and "hangs: in stage 5 'last'" in verdict.line
 
 
-def test_a_rank_in_its_next_block_has_left_this_one(files):
-    files.beat(0, 1, 2, stage="last", beats=5)
-    files.run(2)
-    files.say(0, turn=1, beats=0, stage="start")
-    files.say(2, state=DONE)
-    files.say(1, state=DONE)
-    assert files.run(2).all_done
-
-
-def test_signs_of_the_block_before_say_nothing(tmp_path):
-    files = Files(tmp_path)
-    files.watch = Watch(1, 3, DEADLINE, 0.0, files.read(), turn=1)
-    for rank in range(3):
-        files.say(rank, state=DONE, beats=9)
-    assert files.run(3) is None
-    for rank in range(3):
-        files.say(rank, state="runs", beats=0, turn=1)
-    files.beat(1, 2, stage="step", beats=1)
-    assert files.run(DEADLINE - 1) is None
-
-
 # After an error that another rank may have caused, and when this rank's process has ended.
 
 
@@ -292,3 +278,64 @@ def test_a_dead_process_is_at_fault_once_the_coordinator_outlives_it(files):
     files.say(1, state=DIED)
     assert files.run(2) is None
     assert files.run(1) == Verdict("", (1,))
+
+
+# The program.
+
+
+class Programs:
+    """Those of a job of two ranks, whose processes this one plays."""
+
+    def __init__(self, folder):
+        folder.mkdir()
+        pipes = dict(stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        command = [sys.executable, "-I", "-S", watcher.__file__, folder]
+        self.folder = folder
+        self.of = [subprocess.Popen([*map(str, (*command, rank, 2, DEADLINE, 0))], **pipes) for rank in range(2)]
+        limit = time.monotonic() + 30
+        while not all(file_of(folder, rank).exists() for rank in range(2)):
+            assert time.monotonic() < limit
+            time.sleep(0.05)
+
+    def say(self, rank, state):
+        line = json.dumps(dict(beats=3, stage="step", state=state, said="on purpose"))
+        self.of[rank].stdin.write(line.encode() + b"\n")
+        self.of[rank].stdin.flush()
+
+    def end(self):
+        """What each printed."""
+        return [one.communicate(timeout=60) for one in self.of]
+
+
+def test_jobs_in_one_folder_do_not_notice_each_other(tmp_path):
+    good, bad = Programs(tmp_path / "good"), Programs(tmp_path / "bad")
+    for job in (good, bad):
+        job.say(0, RUNS)
+        job.say(1, RUNS)
+    good.say(1, DONE)
+    bad.say(1, FAILED)
+    assert bad.of[0].stdout.readline() == b"end 75\n"
+    said = bad.end()
+    good.say(0, DONE)
+    assert [one.stdout.readline() for one in good.of] == [b"done\n"] * 2
+    assert [one.poll() for one in good.of] == [None] * 2  # its process is still there
+    assert good.end() == [(b"", b"")] * 2
+    assert not good.folder.exists()
+    assert "rank 1 (host" in said[0][1].decode()
+    assert sorted(os.listdir(bad.folder)) == ["rank0.json", "rank1.json"]
+
+
+def test_a_file_stays_until_all_have_seen_that_all_are_done(tmp_path):
+    job = Programs(tmp_path / "job")
+    job.of[1].kill()  # the test writes its file from now on
+    job.of.pop().communicate()
+    job.say(0, DONE)
+    other = Sign(tick=1, state=DONE)
+    file_of(job.folder, 1).write_text(json.dumps(other._asdict()))
+    assert job.of[0].stdout.readline() == b"done\n"
+    with pytest.raises(subprocess.TimeoutExpired):
+        job.of[0].communicate(timeout=2)
+    assert read(job.folder, 0).over
+    file_of(job.folder, 1).unlink()
+    assert job.end() == [(b"", b"")]
+    assert not job.folder.exists()

@@ -153,7 +153,9 @@ class Checkpoints:
         with tempfile.TemporaryFile(dir=self.folder):
             pass
         strange = sorted(
-            e.name for e in os.scandir(self.folder) if not e.name.startswith(".") and not _OURS.fullmatch(e.name)
+            e.name
+            for e in os.scandir(self.folder)
+            if not e.name.startswith(".") and not (_OURS.fullmatch(e.name) and e.is_dir())
         )
         if strange:
             named = ", ".join(strange[:3]) + ", ..." * (len(strange) > 3)

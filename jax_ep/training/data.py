@@ -150,6 +150,10 @@ def split(documents: Documents, sequence_length: int, seed: int = 0) -> Split:
         if len(half) < sequence_length:
             left = f"{len(half)} bytes are left for {name}, and sequence_length={sequence_length} needs as many"
             works = f"{_PART * sequence_length} bytes of text"
+            if len(files) > 1:  # whole ones are held out, so it is not the sum that counts
+                short = "too short" if name == "validation" else "too much"
+                left += f": what is held out, {held_out}, is {short}"
+                works = "larger files"
             works += f" or sequence_length={len(half)} work" if len(half) > 1 else " work"
             raise ConfigError(f"data ({documents.source}): {left}; {works}")
     facts: dict[str, Any] = {"files": len(files), "held_out": held_out}

@@ -15,10 +15,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
+from jax_ep.config import ConfigError
 from jax_ep.distributed import Watchdog
 from jax_ep.training import data
 from jax_ep.training.checkpoint import Checkpoints
@@ -81,7 +84,8 @@ def train(
       {"kind": "start", "step", "says"}: the step it goes on from, 0 for a fresh start, and sentences about checkpoints.
       {"kind": "step", "step" from 1, ...}: see `step_record`; of a skipped step also "where" it began.
       {"kind": "validation", "step", "loss", "sequences", "predictions"}: mean cross-entropy on the first
-        config.evaluate_sequences validation windows, or as many whole batches of them as there are.
+        config.evaluate_sequences validation windows, or as many whole batches of them as there are. It follows also the
+        start of a run that has no step to do.
 
     Args:
       config, mesh: of the run; the mesh need not be that of the checkpoint.
@@ -93,10 +97,11 @@ def train(
       stop: asked after each step; where it is true in any process, the run ends there.
 
     Raises:
-      ConfigError: a checkpoint that does not fit, or cannot be written.
+      ConfigError: a checkpoint that does not fit, or cannot be written; too little text to validate on.
       TrainingStopped: more than config.max_bad_steps steps in a row were not finite.
     """
     beat = (lambda _: None) if watchdog is None else watchdog.beat
+    validate = _validation(config, mesh, validation_windows)
     with contextlib.closing(Checkpoints(folder / CHECKPOINTS, config, mesh, facts)) as checkpoints:
         beat("restore")
         restored = checkpoints.restore()
@@ -107,9 +112,10 @@ def train(
             says = [*says, f"going on from {checkpoints.folder / str(step)}"]
         on_record({"kind": "start", "step": step, "says": says})
         if step >= config.steps:
+            beat(f"step {step} validation")
+            on_record({"kind": "validation", "step": step, **validate(state.params)})
             return Result(state, step, False, 0.0)
 
-        validate = _validation(config, mesh, validation_windows)
         lay_out = batch_sharding(config, mesh)
         batch = data.batch(train_windows, position, config, lay_out)
         beat("compile")
@@ -139,7 +145,7 @@ def train(
                 record["where"] = first_not_finite(config, mesh, state, this)
             on_record(record)
             if bad > config.max_bad_steps:
-                raise _stopped(step, bad, record["where"], checkpoints)
+                raise _stopped(step, bad, record["where"], checkpoints, _all_finite(mesh, state.params))
             ending = _anywhere(stop())
             last = step == config.steps
             if last or step % config.evaluate_every == 0:
@@ -215,6 +221,15 @@ def _validation(config: TrainConfig, mesh: Mesh, windows: Windows) -> Callable[[
     """Evaluates parameters on the first windows, in batches of a microbatch's size."""
     wanted = min(config.evaluate_sequences, len(windows))
     rows = min(config.batch_size // config.accumulation, wanted)
+    if config.model.kv_coship is not None:  # two halves of a batch on each replica
+        pairs = 2 * config.data_parallel
+        if len(windows) < pairs:
+            rule = f"with kv_coship validation takes {pairs} sequences at once, two for each replica"
+            there = f"the held-out text has {len(windows)} of sequence_length={windows.sequence_length}"
+            works = "more text, a smaller sequence_length or kv_coship=none works"
+            raise ConfigError(f"evaluate_sequences={config.evaluate_sequences}: {rule}, and {there}; {works}")
+        rows = max(rows // pairs, 1) * pairs
+        wanted = max(wanted, rows)
     lay_out = rows_sharding(config, mesh, rows)
     firsts = range(0, wanted // rows * rows, rows)
     batches = [data.place_rows(windows, first, (rows,), lay_out) for first in firsts]
@@ -229,11 +244,19 @@ def _validation(config: TrainConfig, mesh: Mesh, windows: Windows) -> Callable[[
     return validate
 
 
-def _stopped(step: int, bad: int, where: str, checkpoints: Checkpoints) -> TrainingStopped:
+def _all_finite(mesh: Mesh, params: Any) -> bool:
+    finite = lambda tree: jnp.stack([jnp.isfinite(a).all() for a in jax.tree.leaves(tree)]).all()
+    return bool(jax.device_get(jax.jit(finite, out_shardings=NamedSharding(mesh, P()))(params)))
+
+
+def _stopped(step: int, bad: int, where: str, checkpoints: Checkpoints, finite: bool) -> TrainingStopped:
+    """`finite`: whether the parameters are; where they are not, no number of steps gets past that."""
     checkpoints.wait()
     newest = checkpoints.newest()
     good = "there is no checkpoint yet" if newest is None else f"the last good checkpoint is {newest}"
-    advice = f"max_bad_steps={2 * bad} goes on past them, and a lower learning_rate makes another run"
+    advice = "a lower learning_rate makes another run"
+    if finite:
+        advice = f"max_bad_steps={2 * bad} goes on past them, and {advice}"
     return TrainingStopped(f"step {step}: {bad} steps in a row were not finite ({where}); {good}; {advice}")
 
 
