@@ -2,7 +2,7 @@
 #
 #   make compare                        the paths of one layer side by side, in out/compare
 #   make compare ARGS="--backward"      arguments of scripts/compare.py
-#   make test                           the tests;  ARGS="tests/test_plan.py -x" goes to pytest
+#   make test                           the tests;  ARGS="tests/test_plan.py -x" goes to pytest, ARGS="-m slow" runs the long ones
 #   make bench                          grouped products and the one-device layer against dense ones
 #   make generate                       tokens from a tiny model; ARGS="--model FOLDER --prompt Hello" from a published one
 #   make train                          a small language model on Python's own sources, into out/train; ARGS="steps=2000" goes on
@@ -32,7 +32,7 @@ train: $(VENV)/.installed-plot
 	$(RUN) scripts/train.py $(ARGS)
 
 test: $(VENV)/.installed-test
-	$(RUN) -m pytest -n $(JOBS) --dist loadfile $(ARGS)
+	$(RUN) -m pytest -n $(JOBS) --dist loadfile -m "not slow" $(ARGS)
 
 bench: $(VENV)/.installed-plot
 	$(RUN) scripts/bench_grouped.py $(ARGS)

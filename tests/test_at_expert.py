@@ -75,13 +75,20 @@ def inputs(config, skew=0.0, seed=0):
     return params, jnp.asarray(rng.standard_normal((B, S, config.moe.hidden_size)), "f4")
 
 
-def value_and_grad(block, params, x):
+def value_and_grad(block):
+    """(params, x) -> y, stats and gradients, compiled once."""
+
     def loss(params, x):
         y, stats = block(params, x)
         return (y * jnp.cos(jnp.arange(y.size)).reshape(y.shape)).sum(), (y, stats)
 
-    (_, out), grads = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(params, x)
-    return *out, grads
+    run = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+
+    def results(params, x):
+        (_, out), grads = run(params, x)
+        return *out, grads
+
+    return results
 
 
 def close(got, want, tolerance):
@@ -96,11 +103,12 @@ def test_equals_one_device(name):
     segments = SEGMENTS if with_segments else None
     mask = jnp.asarray(np.random.default_rng(3).random((B, S)) < 0.8) if with_mask else None
     mesh = make_mesh(R, data)
-    run = lambda p, x: block_at_experts(p, x, config, mesh=mesh, segment_ids=segments, token_mask=mask)
+    run = value_and_grad(lambda p, x: block_at_experts(p, x, config, mesh=mesh, segment_ids=segments, token_mask=mask))
+    whole = value_and_grad(lambda p, x: reference(p, x, segments, mask, config))
     for skew in (0.0, 2.0):  # the second: nearly all tokens to one rank
         params, x = inputs(config, skew)
-        y, stats, grads = value_and_grad(run, params, x)
-        wanted, want_stats, want_grads = value_and_grad(lambda p, x: reference(p, x, segments, mask, config), params, x)
+        y, stats, grads = run(params, x)
+        wanted, want_stats, want_grads = whole(params, x)
         close(y, wanted, 1e-5)
         np.testing.assert_array_equal(stats.counts, want_stats.counts)
         assert int(stats.rounds) == 1

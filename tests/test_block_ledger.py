@@ -27,6 +27,8 @@ from jax_ep.models.decoder import init_decoder
 from jax_ep.routing import router_logits
 from jax_ep.transport import ragged
 
+pytestmark = pytest.mark.slow
+
 WAYS = ("forward", "backward")
 
 

@@ -23,6 +23,8 @@ import compare
 from jax_ep.block.ranges import counts_of
 from jax_ep.config import ConfigError
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parent.parent
 B, S, H, E, K, R, D = 8, 16, 16, 6, 2, 4, 2  # R does not divide E
 SIZES = f"batch_size={B} sequence_length={S} moe.hidden_size={H} intermediate_size=8 num_experts={E} top_k={K}".split()

@@ -20,6 +20,8 @@ from jax_ep.models.decoder import decoder_shardings, forward, init_decoder, loss
 from jax_ep.models.families import config_from_hub
 from jax_ep.models.loading import load_params
 
+pytestmark = pytest.mark.slow
+
 PACKED = CommConfig(recv_rows_factor=None)
 
 

@@ -20,6 +20,8 @@ from conftest import _test_flags
 from _train_progress import FILE, read_records
 from jax_ep.training.loop import CHECKPOINTS
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parent.parent
 KILLS, STARTING = 10, 2  # of them before the first step
 STEPS = 600

@@ -25,6 +25,8 @@ from jax_ep.training.config import OptimizerConfig, TrainConfig
 from jax_ep.training.optimizer import decays
 from jax_ep.training.step import init_state, make_step, state_shapes, state_shardings
 
+pytestmark = pytest.mark.slow
+
 B, S, VOCAB = 8, 8, 32
 SPLIT = (8, 2)  # accumulation of the runs whose weights lie split
 CLIP, RATE, EPS, DECAY, Z = 0.5, 0.1, 0.01, 0.1, 1e-2

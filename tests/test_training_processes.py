@@ -13,6 +13,8 @@ from _launch import RankFailure
 from _train_progress import FILE
 from jax_ep.watcher import read
 
+pytestmark = pytest.mark.slow
+
 STEPS = 6
 LAUNCHES = {"2x2": (2, 2), "4x1": (4, 1)}  # processes, devices of each
 KILLED = "2x2", 1  # this rank of it, after STEPS of many steps
