@@ -24,6 +24,8 @@ from jax_ep.block.coship import KV_WAYS, parallel_block, sequential_stack
 from jax_ep.block.ranges import reorder
 from jax_ep.models.decoder import init_decoder
 
+pytestmark = pytest.mark.slow
+
 S, H, E = 32, 16, 8
 NONE, SMALL, LARGE = NO_WINDOW, 3, 11  # windows: all; narrower, and wider, than what a rank holds of 4 or 8
 
