@@ -24,6 +24,8 @@ from processes import PATHS, START_S, TESTS, RankFailure, launch
 
 from jax_ep import CommConfig, MoEConfig, RouterConfig, init_params, make_mesh, moe, param_shardings
 
+pytestmark = pytest.mark.slow
+
 T, H, I, E, K, R = 32, 16, 24, 8, 2, 4
 # name: CommConfig arguments
 CASES = {
