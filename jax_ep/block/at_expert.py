@@ -23,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 from jax_ep import local, sharding
 from jax_ep.attention import NO_WINDOW, attention_scale, linear, project, rms_norm, rope_tables
 from jax_ep.block.attention import attend_rows, merge
+from jax_ep.block.ranges import run_numbers
 from jax_ep.config import refuse
 from jax_ep.experts import apply_experts
 from jax_ep.layer import resolve_transport
@@ -119,7 +120,7 @@ def _one_rank(
     positions = jnp.broadcast_to(jnp.arange(s), (b, s))
     with jax.named_scope("attention"):
         rows = project(params, normed, *rope_tables(config, positions), config)
-    runs = None if segment_ids is None else _runs(segment_ids)
+    runs = None if segment_ids is None else run_numbers(segment_ids)
     plan = make_plan(begun.routing.experts, moe, axis_name=axes.expert, transport=transport)
     keys_values = jnp.concatenate([a.reshape(b * s, -1) for a in rows[1:]], 1)  # [T, 2ND]
 
@@ -155,12 +156,6 @@ def _one_rank(
         rounds, wire = plan.rounds, local.wire_rows(plan)
     y, stats = local.end(params["moe"], begun, total, rounds, wire, moe)
     return x + y.reshape(x.shape) * config.residual_multiplier, local.reduce_stats(stats, axes)
-
-
-def _runs(segment_ids: jax.Array) -> jax.Array:
-    """[B, S] -> the number of each position's run of equal ids."""
-    new = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
-    return jnp.cumsum(new, 1, dtype=jnp.int32)
 
 
 def _first_rank(routing: Routing, local_experts: int, ranks: int) -> jax.Array:

@@ -116,17 +116,22 @@ def suffixes(
 def _run_starts(segments: Any, chunks: int, xp: Any) -> Any:
     """[B, C], where the run begins that the first position of each chunk is in."""
     batch, sequence = segments.shape
-    new = _new_runs(segments, xp)
+    new = new_runs(segments, xp)
     begins = xp.where(new, xp.arange(sequence, dtype=xp.int32)[None], 0).reshape(batch, chunks, -1)  # [B, C, c]
     earlier = np.tri(chunks, k=-1, dtype=bool)[None]
     before_it = xp.where(earlier, begins.max(2)[:, None], 0).max(2)
     return xp.maximum(before_it, begins[:, :, 0])
 
 
-def _new_runs(segments: Any, xp: Any) -> Any:
-    """[B, S] bool, whether a run begins."""
+def new_runs(segments: Any, xp: Any = jnp) -> Any:
+    """[B, S] bool, whether a run of equal ids begins after the first."""
     first = xp.zeros((segments.shape[0], 1), bool)
     return xp.concatenate([first, segments[:, 1:] != segments[:, :-1]], 1)
+
+
+def run_numbers(segments: Any, xp: Any = jnp) -> Any:
+    """[B, S] int32, the number of the run of equal ids that each position is in."""
+    return xp.cumsum(new_runs(segments, xp), 1, dtype=xp.int32)
 
 
 def counts_of(
@@ -271,7 +276,7 @@ def plan_kv(
     source = jnp.where(filled, source, room.away)
     arrived = _inverse(source.reshape(1, -1), source.size, room.away)
 
-    runs = None if segments is None else jnp.cumsum(_new_runs(segments, jnp), 1, dtype=jnp.int32)
+    runs = None if segments is None else run_numbers(segments)
     return KVPlan(
         counts=ours.sum((0, 2), dtype=jnp.int32),
         home=home,

@@ -29,7 +29,7 @@ from jax_ep import local, paths
 from jax_ep import plan as planning
 from jax_ep.attention import Queries, attention_scale, linear, project, rope_tables
 from jax_ep.block import kv
-from jax_ep.block.ranges import KVPlan, plan_kv
+from jax_ep.block.ranges import KVPlan, new_runs, plan_kv
 from jax_ep.experts import apply_experts, shared_mlp
 from jax_ep.local import Begun
 from jax_ep.model_config import ModelConfig
@@ -109,9 +109,8 @@ def _rank(axes: Axes) -> jax.Array:
 
 def _begins(segment_ids: jax.Array) -> jax.Array:
     """[b, S] -> where the run of equal ids begins that each position is in."""
-    new = jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], ((0, 0), (1, 0)))
     at = jnp.arange(segment_ids.shape[1], dtype=jnp.int32)[None]
-    return jax.lax.cummax(jnp.where(new, at, 0), axis=1)
+    return jax.lax.cummax(jnp.where(new_runs(segment_ids), at, 0), axis=1)
 
 
 def cross(sends: list[Send | None], setting: Setting) -> list[Arrived]:
