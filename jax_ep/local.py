@@ -8,6 +8,7 @@ R ranks.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -35,6 +36,15 @@ CHECKPOINT_NAMES = (
     "moe_weights",
     "moe_stats",
 )
+
+
+def recomputing(body: Callable[..., Any], how: str) -> Callable[..., Any]:
+    """A scan's body that keeps for the backward what `how` (ModelConfig.recompute) says."""
+    if how == "none":
+        return body
+    keep = jax.checkpoint_policies
+    policy = keep.nothing_saveable if how == "full" else keep.save_only_these_names(*CHECKPOINT_NAMES)
+    return jax.checkpoint(body, policy=policy, prevent_cse=False)  # a scan's body is compiled apart from its backward
 
 
 class Begun(NamedTuple):

@@ -12,7 +12,6 @@ Letters: Y layers, b sequences here, s positions here, S positions of a sequence
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -70,7 +69,7 @@ def stack_on_rank(
 
     x_a, x_b = halves(x.astype(config.moe.dtype))
     start = (x_a, rank.nothing_pending(x_b, setting))
-    (x_a, pending_b), stats = jax.lax.scan(_recomputing(body, config.recompute), start, (layers, windows))
+    (x_a, pending_b), stats = jax.lax.scan(local.recomputing(body, config.recompute), start, (layers, windows))
     (back_b,) = cross([rank.combine_send(pending_b, setting)], setting)
     reduce = lambda stats: local.reduce_stats(stats, setting.axes)
     return jnp.concatenate([x_a, rank.finish(pending_b, back_b, setting)]), jax.vmap(reduce)(stats)
@@ -90,12 +89,3 @@ def _both(a: MoEStats, b: MoEStats) -> MoEStats:
     """This rank's sums of both microbatches."""
     total = jax.tree.map(jnp.add, a, b)
     return total._replace(rounds=jnp.maximum(a.rounds, b.rounds))
-
-
-def _recomputing(body: Callable[..., Any], how: str) -> Callable[..., Any]:
-    """A layer's body that keeps for the backward what `how` (ModelConfig.recompute) says."""
-    if how == "none":
-        return body
-    keep = jax.checkpoint_policies
-    policy = keep.nothing_saveable if how == "full" else keep.save_only_these_names(*local.CHECKPOINT_NAMES)
-    return jax.checkpoint(body, policy=policy, prevent_cse=False)  # a scan's body is compiled apart from its backward

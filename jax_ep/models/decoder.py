@@ -28,7 +28,7 @@ from jax_ep.block.coship import sequential_stack
 from jax_ep.block.ranges import reorder
 from jax_ep.config import refuse
 from jax_ep.layer import RouterBias, moe
-from jax_ep.local import CHECKPOINT_NAMES
+from jax_ep.local import recomputing
 from jax_ep.model_config import ModelConfig
 from jax_ep.models.placement import Placement, constrain, gather, narrow, placement, split_spec
 from jax_ep.routing import MoEStats, balance_loss
@@ -364,14 +364,9 @@ def experts_half(
 
 def _recomputing(body: Callable[..., Any], how: str, place: Placement) -> Callable[..., Any]:
     """A layer's body that keeps for the backward what `how` (ModelConfig.recompute) says; gathered weights never."""
-    keep = jax.checkpoint_policies
-    if how == "none":
-        if place.split is None:
-            return body
-        policy: Callable[..., Any] = _all_but_gathered
-    else:
-        policy = keep.nothing_saveable if how == "full" else keep.save_only_these_names(*CHECKPOINT_NAMES)
-    return jax.checkpoint(body, policy=policy, prevent_cse=False)  # a scan's body is compiled apart from its backward
+    if how == "none" and place.split is not None:
+        return jax.checkpoint(body, policy=_all_but_gathered, prevent_cse=False)
+    return recomputing(body, how)
 
 
 def _all_but_gathered(primitive: Any, *_: Any, **params: Any) -> bool:

@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from jax_ep.attention import attention_scale
 from jax_ep.config import refuse
 from jax_ep.model_config import ModelConfig
 from jax_ep.models.hub_fields import HubFields
@@ -36,11 +37,6 @@ class Family:
     read: Callable[[HubFields, int], _Read]
     write: Callable[[ModelConfig], dict[str, Any]]
     head_dim: bool = False
-
-
-def attention_factor(config: ModelConfig) -> float:
-    """What the logits of attention are multiplied with."""
-    return config.head_dim**-0.5 if config.attention_multiplier is None else config.attention_multiplier
 
 
 def layer_windows(config: ModelConfig) -> tuple[int | None, ...]:
@@ -153,7 +149,7 @@ def _write_gpt_oss(config: ModelConfig) -> dict[str, Any]:
 def _write_granitemoe(config: ModelConfig) -> dict[str, Any]:
     return {
         "attention_bias": config.qkv_bias,
-        "attention_multiplier": attention_factor(config),
+        "attention_multiplier": attention_scale(config),
         "embedding_multiplier": config.embedding_multiplier,
         "residual_multiplier": config.residual_multiplier,
         "logits_scaling": config.logits_divisor,

@@ -13,9 +13,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from jax_ep.attention import attention_scale
 from jax_ep.config import CommConfig, ConfigError, MoEConfig, RouterConfig, refuse
 from jax_ep.model_config import ModelConfig
-from jax_ep.models.dialects import FAMILIES, attention_factor, layer_windows
+from jax_ep.models.dialects import FAMILIES, layer_windows
 from jax_ep.models.hub_fields import HubFields, read_rope, write_rope
 
 Hub = Mapping[str, Any]
@@ -197,7 +198,7 @@ def _refuse_what_differs(config: ModelConfig, read: ModelConfig, family: str) ->
                 refuse(prefix + name, getattr(ours, name), rule, getattr(theirs, name))
     if config.moe.shared_width != read.moe.shared_width:
         refuse("moe.num_shared_experts", config.moe.num_shared_experts, rule, read.moe.num_shared_experts)
-    if attention_factor(config) != attention_factor(read):
+    if attention_scale(config) != attention_scale(read):
         refuse("attention_multiplier", config.attention_multiplier, rule, read.attention_multiplier)
     if layer_windows(config) != layer_windows(read):
         field = "window" if config.window_layers is None or read.window is None else "window_layers"
