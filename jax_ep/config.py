@@ -18,6 +18,7 @@ ACTIVATIONS = ("swiglu", "gelu", "gpt_oss")
 DTYPES = ("float32", "bfloat16", "float16")
 WIRE_DTYPES = ("int8", "float8_e4m3fn")
 MESSAGES = ("rank", "expert")
+GROUPED_BACKENDS = ("auto", "ragged_dot", "tokamax")
 
 
 class ConfigError(ValueError):
@@ -202,6 +203,9 @@ class MoEConfig:
         sequence over expert_axis. False: batch over all token_axes. None: as x's own sharding says where it
         is visible (concrete arrays, Explicit axes), else sequence where it divides, else batch; with a
         capacity_factor always batch, so that tokens come first in the order of x.
+      grouped_backend: what multiplies rows grouped by expert. "auto": loops of dense products on CPU, Triton kernels on
+        NVIDIA GPUs (sm_80 or newer), jax.lax.ragged_dot elsewhere. "ragged_dot": that, everywhere. "tokamax":
+        tokamax.ragged_dot, where that package is installed.
     """
 
     hidden_size: int
@@ -220,6 +224,7 @@ class MoEConfig:
     expert_axis: str = "expert"
     token_axes: tuple[str, ...] = ("data", "expert")
     shard_sequence: bool | None = None
+    grouped_backend: str = "auto"
 
     def __post_init__(self) -> None:
         positive_int("hidden_size", self.hidden_size, 512)
@@ -267,6 +272,7 @@ class MoEConfig:
             refuse("token_axes", axes, rule, (*others, self.expert_axis))
         if self.shard_sequence is not None:
             boolean("shard_sequence", self.shard_sequence)
+        one_of("grouped_backend", self.grouped_backend, GROUPED_BACKENDS, works="auto")
 
     @property
     def shared_width(self) -> int:

@@ -3,11 +3,13 @@
 Letters: M rows, A positions, G groups (experts), H hidden, I intermediate; [M, K] x [G, K, N] in the plain products.
 
 Backends: "public" is what users call; "loops" is the CPU code on a ladder short enough that small arrays use all of it,
-with NaN in all memory it claims to write before reading; "fallback" is the ragged_dot code.
+with NaN in all memory it claims to write before reading; "fallback" is the ragged_dot code; "kernels" are those of
+GPUs, interpreted (test_gpu_kernels.py has the shapes that break their tiles).
 """
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from collections.abc import Callable
 from functools import partial
@@ -21,8 +23,9 @@ from jax.sharding import PartitionSpec as P
 
 from jax_ep import experts as activations
 from jax_ep.config import ConfigError
-from jax_ep.grouped import ExpertWeights, cpu, expert_mlp, fallback, grouped_matmul
+from jax_ep.grouped import ExpertWeights, cpu, expert_mlp, fallback, gpu, grouped_matmul, products
 
+PRODUCTS = {"fallback": fallback.RAGGED_DOT, "kernels": gpu.Kernels(interpret=True)}
 TOLERANCE = {"float32": 2e-6, "bfloat16": 2e-2, "float16": 3e-3}
 ACTIVATIONS = {"swiglu": activations.swiglu, "gelu": activations.gelu, "gpt_oss": activations.gpt_oss}
 
@@ -49,7 +52,7 @@ def on_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "_unwritten", partial(jax.tree.map, lambda a: jnp.full(a.shape, jnp.nan, a.dtype)))
 
 
-@pytest.fixture(params=["public", "loops", "fallback"])
+@pytest.fixture(params=["public", "loops", *PRODUCTS])
 def backend(request: pytest.FixtureRequest) -> str:
     if request.param == "loops":
         request.getfixturevalue("on_loops")
@@ -80,9 +83,10 @@ def matmul_and_gradients(backend: str) -> Callable[..., Any]:
         if backend == "public":
             out, pull = jax.vjp(lambda r, w: grouped_matmul(r, w, sizes), rows, weights)
             return out, *pull(d_out)
-        module = cpu if backend == "loops" else fallback
-        out = module.matmul_forward(rows, weights, sizes)
-        return out, *module.matmul_backward(rows, weights, sizes, d_out)
+        if backend == "loops":
+            return cpu.matmul_forward(rows, weights, sizes), *cpu.matmul_backward(rows, weights, sizes, d_out)
+        out = products.matmul_forward(PRODUCTS[backend], rows, weights, sizes)
+        return out, *products.matmul_backward(PRODUCTS[backend], rows, weights, sizes, d_out)
 
     return jax.jit(through)
 
@@ -225,8 +229,8 @@ def mlp_and_gradients(backend: str, name: str, weighted: bool) -> Callable[..., 
         if backend == "loops":
             out, gate, up = cpu.mlp_forward(*args, activation=activation, expected_rows=5, save=True)
             return out, *cpu.mlp_backward(*args, gate, up, d_out, activation=activation, expected_rows=5)
-        out, gate, up = fallback.mlp_forward(*args, activation=activation)
-        return out, *fallback.mlp_backward(*args, gate, up, d_out, activation=activation)
+        out, gate, up = products.mlp_forward(PRODUCTS[backend], *args, activation=activation, save=True)
+        return out, *products.mlp_backward(PRODUCTS[backend], *args, gate, up, d_out, activation=activation)
 
     return jax.jit(through)
 
@@ -336,15 +340,16 @@ def test_mlp_of_one_expert_and_of_one_row(backend: str) -> None:
     check_mlp(backend, (1, 3, 3, 2), "swiglu", True, True, "float32", [([0], [0, 1, 0]), ([5], [0, 0, 0])])
 
 
-@pytest.mark.usefixtures("on_loops")
-def test_a_hot_expert_of_many_pieces_sums_its_16_bit_gradients_in_float32() -> None:
+def test_a_hot_expert_of_many_pieces_sums_its_16_bit_gradients_in_float32(request: pytest.FixtureRequest) -> None:
     positions, dtype = 512, "bfloat16"
     experts = make_experts((2, 4, 4), "swiglu", False, dtype)
     index, sizes = jnp.arange(positions, dtype=jnp.int32), jnp.asarray([positions - 1, 1])
     rows, d_out = jnp.ones((positions, 4), dtype), jnp.ones((positions, 4))
     weights = jnp.full(positions, 1 / 64)
-    gradient = lambda b: mlp_and_gradients(b, "swiglu", True)(rows, index, sizes, weights, experts, d_out)[3]
-    one_gemm, pieces = gradient("fallback"), gradient("loops")
+    gradient = lambda: mlp_and_gradients("loops", "swiglu", True)(rows, index, sizes, weights, experts, d_out)[3]
+    one_gemm = gradient()
+    request.getfixturevalue("on_loops")
+    pieces = gradient()
     for field in ("gate", "up", "down"):
         np.testing.assert_array_equal(getattr(pieces, field), getattr(one_gemm, field))
 
@@ -358,8 +363,16 @@ def example() -> tuple[jax.Array, jax.Array, jax.Array, jax.Array, ExpertWeights
     return normal(0, (7, 5)), jnp.asarray(index, jnp.int32), jnp.asarray(sizes), normal(1, (9,)), experts
 
 
-def loss(rows: jax.Array, index: jax.Array, sizes: jax.Array, weights: jax.Array, experts: ExpertWeights) -> jax.Array:
-    return jnp.square(expert_mlp(rows, index, sizes, weights, experts, activation=activations.swiglu)).sum()
+def loss(
+    rows: jax.Array,
+    index: jax.Array,
+    sizes: jax.Array,
+    weights: jax.Array,
+    experts: ExpertWeights,
+    backend: str = "auto",
+) -> jax.Array:
+    how = {"activation": activations.swiglu, "backend": backend}
+    return jnp.square(expert_mlp(rows, index, sizes, weights, experts, **how)).sum()
 
 
 def assert_trees_near(actual: Any, expected: Any) -> None:
@@ -405,21 +418,39 @@ def test_a_remat_policy_keeps_the_named_pre_activations(capsys: pytest.CaptureFi
         assert_trees_near(jax.jit(jax.grad(recomputed, (0, 3, 4)))(*args), plain)
 
 
-@pytest.mark.parametrize("platform", ["cuda", "tpu"])
-def test_lowering_for_an_accelerator_has_ragged_dots_and_no_cpu_loops(platform: str) -> None:
+@pytest.mark.parametrize(
+    ("platform", "backend", "product"),
+    [("cuda", "auto", "gpu.triton"), ("tpu", "auto", "ragged_dot"), ("cuda", "ragged_dot", "ragged_dot")],
+)
+def test_lowering_for_an_accelerator_has_its_products_and_no_cpu_loops(
+    platform: str, backend: str, product: str
+) -> None:
     def text(function: Callable[..., Any], *args: Any, platform: str = platform) -> str:
         return jax.jit(function).trace(*args).lower(lowering_platforms=(platform,)).as_text()
 
     rows, weights, sizes = normal(0, (8, 4)), normal(1, (3, 4, 5)), jnp.asarray([2, 0, 3])
-    plain = jax.value_and_grad(lambda r, w: jnp.square(grouped_matmul(r, w, sizes)).sum(), argnums=(0, 1))
-    fused = jax.value_and_grad(loss, argnums=(0, 3, 4))
-    for function, args, products in ((plain, (rows, weights), 3), (fused, example(), 9)):
+    square = lambda r, w: jnp.square(grouped_matmul(r, w, sizes, backend=backend)).sum()
+    plain = jax.value_and_grad(square, argnums=(0, 1))
+    fused = jax.value_and_grad(partial(loss, backend=backend), argnums=(0, 3, 4))
+    # Kernels multiply gate and up in one, forward and back to the rows.
+    counts = (3, 7) if product == "gpu.triton" else (3, 9)
+    other = {"gpu.triton": "ragged_dot", "ragged_dot": "gpu.triton"}[product]
+    for function, args, count in ((plain, (rows, weights), counts[0]), (fused, example(), counts[1])):
         there = text(function, *args)
-        assert there.count("ragged_dot") >= products
+        assert there.count(product) >= count
+        assert other not in there
         assert "stablehlo.while" not in there
         here = text(function, *args, platform="cpu")
-        assert "ragged_dot" not in here
-        assert "stablehlo.while" in here
+        assert product not in here  # JAX has no ragged_dot on CPU either
+        assert ("stablehlo.while" in here) == (backend == "auto")
+
+
+@pytest.mark.parametrize("backend", ["triton", "tokamax"])
+def test_a_backend_that_is_not_there_is_refused(backend: str) -> None:
+    if backend == "tokamax" and importlib.util.find_spec("tokamax"):
+        pytest.skip("tokamax is here")
+    with pytest.raises(ConfigError, match="backend='auto' works"):
+        grouped_matmul(jnp.ones((2, 3)), jnp.ones((1, 3, 2)), jnp.asarray([2]), backend=backend)
 
 
 def test_no_positions_and_no_rows_give_zeros() -> None:

@@ -4,47 +4,60 @@ Letters: M rows, A assignments (positions), G groups (experts), H hidden, I inte
 K and N are the sides of a plain grouped product's weights.
 
 The platform a program is lowered for chooses the backend, not the one it is traced on: loops of dense products on CPU
-(`cpu`), jax.lax.ragged_dot elsewhere (`fallback`). Both compute the same residuals. Reverse-mode derivatives only, of
-first order.
+(`cpu`), kernels on NVIDIA GPUs (`gpu`), jax.lax.ragged_dot elsewhere (`fallback`). All compute the same residuals.
+Reverse-mode derivatives only, of first order.
 """
 
 from __future__ import annotations
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jax_ep.config import DTYPES, refuse
-from jax_ep.grouped import cpu, fallback
-from jax_ep.grouped.fallback import Activation, ExpertWeights
+from jax_ep.config import DTYPES, GROUPED_BACKENDS, one_of, refuse
+from jax_ep.grouped import cpu, fallback, gpu, products
+from jax_ep.grouped.products import Activation, ExpertWeights
 
 __all__ = ["Activation", "ExpertWeights", "expert_mlp", "grouped_matmul"]
+
+
+def _by_platform(backend: str, loops: bool, on_cpu: Callable[..., Any], elsewhere: Callable[..., Any]) -> Any:
+    """A function of arrays: `on_cpu`, or `elsewhere` with the Products that backend and platform call for."""
+    ragged_dot = functools.partial(elsewhere, fallback.RAGGED_DOT)
+    if backend == "tokamax":
+        return functools.partial(elsewhere, fallback.tokamax())
+    if backend == "ragged_dot" or not loops:
+        return ragged_dot
+    kernels = functools.partial(elsewhere, gpu.Kernels())
+    return lambda *args: jax.lax.platform_dependent(*args, cpu=on_cpu, cuda=kernels, default=ragged_dot)
 
 
 # ---------------------------------------------------------------------------------------------- plain grouped product
 
 
-@jax.jit
-def grouped_matmul(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
+@functools.partial(jax.jit, static_argnames="backend")
+def grouped_matmul(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array, *, backend: str = "auto") -> jax.Array:
     """Each group's rows times its own matrix, accumulated in float32.
 
     Group g owns the group_sizes[g] rows after those of groups 0 .. g-1. Rows past the sum of the sizes come back as
     exact zeros whatever they hold, NaN included; their gradient is exactly zero and they add nothing to the weights'
-    gradients. A group without rows gets exactly zero weight gradients.
+    gradients. A group without rows gets exactly zero weight gradients. Inside shard_map, with check_vma=False.
 
     Args:
       rows: [M, K] float32, bfloat16 or float16.
       weights: [G, K, N] of the same dtype.
       group_sizes: [G] integers of at least 0, with a sum of at most M.
+      backend: as MoEConfig.grouped_backend.
 
     Returns:
       [M, N] in rows.dtype. Differentiable in rows and weights.
 
     Raises:
-      ConfigError: shapes or dtypes that do not fit together.
+      ConfigError: shapes or dtypes that do not fit together, or a backend that is unknown or not installed.
 
     Example:
       >>> grouped_matmul(jnp.ones((8, 4)), jnp.ones((3, 4, 2)), jnp.array([2, 0, 3])).sum(1)
@@ -56,29 +69,28 @@ def grouped_matmul(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) 
         rule = f"must be [G, K, N] with the K={rows.shape[1]} of rows"
         refuse("weights.shape", weights.shape, rule, (weights.shape[0], rows.shape[1], weights.shape[2]))
     _check_sizes(group_sizes, weights.shape[0], "weights")
+    one_of("backend", backend, GROUPED_BACKENDS, works="auto")
     if rows.shape[0] == 0 or weights.shape[0] == 0:
         return jnp.zeros((rows.shape[0], weights.shape[2]), rows.dtype)
-    return _matmul(rows, weights, group_sizes.astype(jnp.int32))
+    return _matmul(backend, rows, weights, group_sizes.astype(jnp.int32))
 
 
-@jax.custom_vjp
-def _matmul(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
-    return jax.lax.platform_dependent(
-        rows, weights, group_sizes, cpu=cpu.matmul_forward, default=fallback.matmul_forward
-    )
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul(backend: str, rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> jax.Array:
+    run = _by_platform(backend, True, cpu.matmul_forward, products.matmul_forward)
+    return run(rows, weights, group_sizes)
 
 
 _Saved = tuple[jax.Array, jax.Array, jax.Array]
 
 
-def _matmul_fwd(rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> tuple[jax.Array, _Saved]:
-    return _matmul(rows, weights, group_sizes), (rows, weights, group_sizes)
+def _matmul_fwd(backend: str, rows: jax.Array, weights: jax.Array, group_sizes: jax.Array) -> tuple[jax.Array, _Saved]:
+    return _matmul(backend, rows, weights, group_sizes), (rows, weights, group_sizes)
 
 
-def _matmul_bwd(saved: _Saved, d_out: jax.Array) -> tuple[jax.Array, jax.Array, None]:
-    d_rows, d_weights = jax.lax.platform_dependent(
-        *saved, d_out, cpu=cpu.matmul_backward, default=fallback.matmul_backward
-    )
+def _matmul_bwd(backend: str, saved: _Saved, d_out: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+    run = _by_platform(backend, True, cpu.matmul_backward, products.matmul_backward)
+    d_rows, d_weights = run(*saved, d_out)
     return d_rows, d_weights, None
 
 
@@ -88,7 +100,7 @@ _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 # --------------------------------------------------------------------------------------------------- fused expert MLP
 
 
-@functools.partial(jax.jit, static_argnames=("activation", "expected_rows", "loops"))
+@functools.partial(jax.jit, static_argnames=("activation", "expected_rows", "loops", "backend"))
 def expert_mlp(
     rows: jax.Array,
     index: jax.Array,
@@ -99,6 +111,7 @@ def expert_mlp(
     activation: Activation,
     expected_rows: int | None = None,
     loops: bool = True,
+    backend: str = "auto",
 ) -> jax.Array:
     """Rows through the experts they are assigned to, added up where they came from.
 
@@ -122,20 +135,22 @@ def expert_mlp(
       expected_rows: how many positions are expected to be filled; None: all. Changes speed only.
       loops: False where the compiler partitions the program further (other Auto axes of a mesh): then no loop turns as
         often as the data say, since devices would leave it at different times, and wait for each other in collectives
-        that the partitioner put inside. The CPU takes ragged_dot then.
+        that the partitioner put inside. All platforms take ragged_dot then: no kernel can be partitioned either.
+      backend: as MoEConfig.grouped_backend.
 
     Returns:
       [M, H], float32 with weights (the caller rounds once), rows.dtype without. Differentiable in rows, weights and
       experts.
 
     Raises:
-      ConfigError: shapes or dtypes that do not fit together.
+      ConfigError: shapes or dtypes that do not fit together, or a backend that is unknown or not installed.
     """
     _check_mlp(rows, index, group_sizes, weights, experts, expected_rows)
+    one_of("backend", backend, GROUPED_BACKENDS, works="auto")
     if 0 in (rows.shape[0], index.shape[0], experts.up.shape[0]):
         return jnp.zeros(rows.shape, rows.dtype if weights is None else jnp.float32)
     index, group_sizes = index.astype(jnp.int32), group_sizes.astype(jnp.int32)
-    how = _How(activation, expected_rows, loops)
+    how = _How(activation, expected_rows, loops, backend)
     return _mlp(how, rows, index, group_sizes, weights, experts)
 
 
@@ -149,6 +164,7 @@ class _How(NamedTuple):
     activation: Activation
     expected_rows: int | None
     loops: bool
+    backend: str
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -164,14 +180,9 @@ def _mlp(
 
 
 def _mlp_forward(how: _How, args: _MlpArgs, save: bool) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    def on_cpu(*args: *_MlpArgs) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-        return cpu.mlp_forward(*args, activation=how.activation, expected_rows=how.expected_rows, save=save)
-
-    def elsewhere(*args: *_MlpArgs) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-        out, gate, up = fallback.mlp_forward(*args, activation=how.activation)
-        return (out, gate, up) if save else (out, None, None)
-
-    return jax.lax.platform_dependent(*args, cpu=on_cpu, default=elsewhere) if how.loops else elsewhere(*args)
+    on_cpu = functools.partial(cpu.mlp_forward, activation=how.activation, expected_rows=how.expected_rows, save=save)
+    elsewhere = functools.partial(products.mlp_forward, activation=how.activation, save=save)
+    return _by_platform(how.backend, how.loops, on_cpu, elsewhere)(*args)
 
 
 def _mlp_fwd(
@@ -192,13 +203,10 @@ def _mlp_bwd(
     how: _How, saved: _MlpSaved, d_out: jax.Array
 ) -> tuple[jax.Array, None, None, jax.Array | None, ExpertWeights]:
     args, gate, up = saved
-    everything = (*args, gate, up, d_out)
     on_cpu = functools.partial(cpu.mlp_backward, activation=how.activation, expected_rows=how.expected_rows)
-    elsewhere = functools.partial(fallback.mlp_backward, activation=how.activation)
-    if how.loops:
-        d_rows, d_weights, d_experts = jax.lax.platform_dependent(*everything, cpu=on_cpu, default=elsewhere)
-    else:
-        d_rows, d_weights, d_experts = elsewhere(*everything)
+    elsewhere = functools.partial(products.mlp_backward, activation=how.activation)
+    run = _by_platform(how.backend, how.loops, on_cpu, elsewhere)
+    d_rows, d_weights, d_experts = run(*args, gate, up, d_out)
     return d_rows, None, None, d_weights, d_experts
 
 

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jax_ep.grouped.fallback import Activation, ExpertWeights, to_float32
+from jax_ep.grouped.products import Activation, ExpertWeights, to_float32
 
 # Up to these many floating-point operations in padded rows, a loop body more costs more to compile than it saves.
 _ONE_STEP_FLOPS = 1e8
