@@ -4,9 +4,11 @@
 #   make compare ARGS="--backward"      arguments of scripts/compare.py
 #   make test                           the tests;  ARGS="tests/test_plan.py -x" goes to pytest, ARGS="-m slow" runs the long ones
 #   make bench                          grouped products and the one-device layer against dense ones
+#   make bench-gpu                      grouped products and whole layers on a GPU: checked, then timed beside their peers
 #   make generate                       tokens from a tiny model; ARGS="--model FOLDER --prompt Hello" from a published one
 #   make train                          a small language model on Python's own sources, into out/train; ARGS="steps=2000" goes on
 #   make temporaries                    memory of the layer on 8 x RTX 4090, compiled here: its own environment, about 5 GB
+#   make kernels                        memory of whole layers on the GPU kernels, compiled here for cards that are not here
 #   make lint                           ruff and mypy
 #   make clean                          removes the environment
 #
@@ -19,7 +21,7 @@ ARGS ?=
 
 RUN := $(VENV)/bin/python
 
-.PHONY: compare generate train test bench temporaries lint clean
+.PHONY: compare generate train test bench bench-gpu temporaries kernels lint clean
 .DELETE_ON_ERROR:
 
 compare: $(VENV)/.installed-plot
@@ -37,9 +39,17 @@ test: $(VENV)/.installed-test
 bench: $(VENV)/.installed-plot
 	$(RUN) scripts/bench_grouped.py $(ARGS)
 
+bench-gpu:
+	$(MAKE) --no-print-directory .venv-aot/.installed-aot VENV=.venv-aot
+	.venv-aot/bin/python scripts/bench_gpu.py $(ARGS)
+
 temporaries:
 	$(MAKE) --no-print-directory .venv-aot/.installed-aot VENV=.venv-aot
 	.venv-aot/bin/python scripts/temporaries.py $(ARGS)
+
+kernels:
+	$(MAKE) --no-print-directory .venv-aot/.installed-aot VENV=.venv-aot
+	.venv-aot/bin/python scripts/aot_kernels.py $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(RUN) -m ruff check .

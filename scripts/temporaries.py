@@ -3,8 +3,8 @@
     make temporaries                            makes an environment with JAX's CUDA compiler (about 5 GB), runs this
     python scripts/temporaries.py tokens=4096   per rank; also hidden_size, intermediate_size, num_experts, top_k
 
-Writes OUT/temporaries.json. Experts are jax.lax.ragged_dot's, which XLA turns into masked dense products on GPUs, or,
-"identity", none: what routing, packing and the exchange need by themselves.
+Writes OUT/temporaries.json. Experts are this package's kernels; jax.lax.ragged_dot's, which XLA turns into masked dense
+products on GPUs; or, "identity", none: what routing, packing and the exchange need by themselves.
 
 Letters: T tokens on a rank, K top_k, E experts, H hidden, I intermediate.
 """
@@ -12,6 +12,7 @@ Letters: T tokens on a rank, K top_k, E experts, H hidden, I intermediate.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 import time
@@ -40,7 +41,7 @@ CARD, RANKS = "rtx4090", 8
 SIZES = {"tokens": 2048, "hidden_size": 512, "intermediate_size": 512, "num_experts": 64, "top_k": 8}
 FACTORS = (None, 2.0, 1.25)
 KINDS: tuple[dict[str, Any], ...] = ({"dedup": True}, {"num_chunks": 4}, {"wire_dtype": "int8"})  # at the last factor
-COLUMNS = tuple((e, d) for e in ("ragged_dot", "identity") for d in ("forward", "forward+backward"))
+COLUMNS = tuple((e, d) for e in ("kernels", "ragged_dot", "identity") for d in ("forward", "forward+backward"))
 
 
 def main(argv: Sequence[str]) -> None:
@@ -64,11 +65,11 @@ def main(argv: Sequence[str]) -> None:
             comm = CommConfig(transport=transport, recv_rows_factor=factor, **kind)
             row: dict[str, Any] = {"transport": transport, "recv_rows_factor": factor, **kind}
             for experts, direction in COLUMNS:
-                if kind and experts == "identity":
+                if kind and experts != "kernels":
                     continue
                 start = time.perf_counter()
                 name = f"{experts}, {direction}"
-                row[name] = temporaries(sizes, comm, mesh, direction != "forward", experts == "identity")
+                row[name] = temporaries(sizes, comm, mesh, direction != "forward", experts)
                 console.print(f"{transport} {factor} {kind} {name}: {time.perf_counter() - start:.0f} s", style="dim")
             rows.append(row)
     record = {
@@ -90,10 +91,12 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     return parser.parse_known_or_refuse(argv)
 
 
-def temporaries(sizes: dict[str, int], comm: CommConfig, mesh: Mesh, backward: bool, identity: bool) -> int:
+def temporaries(sizes: dict[str, int], comm: CommConfig, mesh: Mesh, backward: bool, experts: str) -> int:
     """Bytes a device that the compiled layer needs beside its arguments and results."""
     h, i, e, k = (sizes[n] for n in ("hidden_size", "intermediate_size", "num_experts", "top_k"))
-    config = MoEConfig(h, i, e, RouterConfig(k), comm, dtype="bfloat16", param_dtype="bfloat16")
+    backend = "ragged_dot" if experts == "ragged_dot" else "auto"
+    layer = MoEConfig(h, i, e, RouterConfig(k), comm, dtype="bfloat16", param_dtype="bfloat16")
+    config = dataclasses.replace(layer, grouped_backend=backend)
     params = jax.eval_shape(lambda: init_params(config, jax.random.key(0), ranks=RANKS))
     x = jax.ShapeDtypeStruct((sizes["tokens"] * RANKS, h), jnp.bfloat16)
 
@@ -105,7 +108,9 @@ def temporaries(sizes: dict[str, int], comm: CommConfig, mesh: Mesh, backward: b
 
     run = jax.value_and_grad(loss, (0, 1)) if backward else forward
     layout = (param_shardings(config, mesh), NamedSharding(mesh, P(("data", "expert"))))
-    with mock.patch.object(jax_ep.local, "apply_experts", _identity if identity else jax_ep.local.apply_experts):
+    with mock.patch.object(
+        jax_ep.local, "apply_experts", _identity if experts == "identity" else jax_ep.local.apply_experts
+    ):
         jax.clear_caches()  # the layer's own jit must not remember the other experts
         compiled = jax.jit(run, in_shardings=layout).lower(params, x).compile()
     return int(compiled.memory_analysis().temp_size_in_bytes)

@@ -19,9 +19,10 @@ OLDEST = "8.0"  # compute capability
 
 
 def know_card(device_kind: str, compute_capability: str) -> None:
-    """Tells JAX what a device is that is not here, as in know_card("NVIDIA GeForce RTX 3090", "8.6").
+    """Tells JAX what a device is that is not here, as in know_card("GeForce RTX 3090", "8.6").
 
-    JAX 0.12 has a table of them, which it fills for cards of other makers only, and no public way in.
+    JAX 0.12 has a table for it and no public way in. It looks there for names that do not begin with NVIDIA; with one
+    that does, it knows some cards and asks the device that is here about others.
     """
     try:
         from jax._src.pallas.triton import gpu_info
