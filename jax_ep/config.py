@@ -167,15 +167,23 @@ _COMM_DEFAULTS = {field.name: field.default for field in dataclasses.fields(Comm
 
 @dataclasses.dataclass(frozen=True)
 class OverlapConfig:
-    """Overlap switches. None is built yet, and a switch that would silently do nothing is refused."""
+    """What one layer does beside its exchanges. Values stay the same; the order of the program changes.
+
+    Pieces of tokens (CommConfig.num_chunks) are ordered so as well; two microbatches are ModelConfig's
+    overlap_moe_expert_parallel_comm.
+
+    Attributes:
+      delay_wgrad_compute: the backward of the experts gives the gradient of its rows first, whose exchange then runs
+        beside the gradients of the weights. (No difference on CPU, where one loop computes both.)
+      moe_shared_expert_overlap: shared experts run beside the first dispatch.
+    """
 
     delay_wgrad_compute: bool = False
     moe_shared_expert_overlap: bool = False
 
     def __post_init__(self) -> None:
-        for field in ("delay_wgrad_compute", "moe_shared_expert_overlap"):
-            if getattr(self, field) is not False:
-                refuse(field, getattr(self, field), "is not built yet", False)
+        boolean("delay_wgrad_compute", self.delay_wgrad_compute)
+        boolean("moe_shared_expert_overlap", self.moe_shared_expert_overlap)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -273,6 +281,15 @@ class MoEConfig:
         if self.shard_sequence is not None:
             boolean("shard_sequence", self.shard_sequence)
         one_of("grouped_backend", self.grouped_backend, GROUPED_BACKENDS, works="auto")
+        for field in ("delay_wgrad_compute", "moe_shared_expert_overlap"):
+            if getattr(self.overlap, field):
+                if self.comm.mode not in ("padded", "packed"):
+                    rule = f"comm.mode={self.comm.mode!r} exchanges nothing that waits for experts"
+                    refuse(field, True, f"{rule}; comm.mode='packed' does", False)
+                if experts < 2:
+                    refuse(field, True, f"num_experts={experts} leaves nothing to exchange", False)
+        if self.overlap.moe_shared_expert_overlap and not self.num_shared_experts:
+            refuse("moe_shared_expert_overlap", True, "there are no shared experts (num_shared_experts=0)", False)
 
     @property
     def shared_width(self) -> int:

@@ -166,4 +166,5 @@ def apply_experts(
     fields = {name: params[name].astype(config.dtype) if name in params else None for name in ExpertWeights._fields}
     experts = ExpertWeights(**fields)  # type: ignore[arg-type]
     how = {"expected_rows": expected_rows, "loops": loops, "backend": config.grouped_backend}
+    how["delay_wgrad"] = config.overlap.delay_wgrad_compute
     return expert_mlp(rows, index, group_sizes, weights, experts, activation=activation_fn(config.activation), **how)

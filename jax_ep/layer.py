@@ -21,6 +21,7 @@ from jax_ep import sharding
 from jax_ep.config import MoEConfig, refuse
 from jax_ep.experts import init_expert_params, init_shared_params
 from jax_ep.local import one_rank
+from jax_ep.overlap import check_overlap
 from jax_ep.routing import MoEStats, Routing, no_stats
 from jax_ep.sharding import Axes
 
@@ -125,6 +126,7 @@ def moe(
     mesh = ambient if mesh is None else mesh
     manual = frozenset() if ambient is None else frozenset(ambient.manual_axes)
     axes = sharding.layer_axes(config, mesh, manual)
+    check_overlap(config, axes.ranks, () if mesh is None else mesh.axis_names)
     _check(x, config, token_mask, routing)
     _check_params(params, config, router=routing is None)
     if axes.expert in manual and axes.expert in jax.typeof(x).manual_axis_type.varying:

@@ -20,7 +20,9 @@ from jax_ep import paths
 from jax_ep import plan as planning
 from jax_ep.config import MoEConfig
 from jax_ep.experts import apply_experts, shared_mlp
+from jax_ep.overlap import after
 from jax_ep.paths import dense, packed
+from jax_ep.paths.pieces import in_turn
 from jax_ep.plan import Plan
 from jax_ep.routing import MoEStats, Routing, route, router_logits
 from jax_ep.sharding import Axes
@@ -74,13 +76,14 @@ def one_rank(
 ) -> tuple[jax.Array, MoEStats]:
     """One rank's layer: x [t, H] or [b, s, H], its own experts."""
     begun = begin(params, x, token_mask, routing, config, axes)
+    beside = _shared(params, begun, config) if config.overlap.moe_shared_expert_overlap else None
     if config.comm.mode == "dense":
         with jax.named_scope("experts"):
             y = dense.run(begun.x, begun.routing.experts, begun.routing.weights, params["experts"], config)
         rounds = wire = jnp.int32(0)
     else:
-        y, rounds, wire = routed(params["experts"], begun.x, begun.routing, config, axes, transport)
-    y, stats = end(params, begun, y, rounds, wire, config)
+        y, rounds, wire, beside = routed(params["experts"], begun.x, begun.routing, config, axes, transport, beside)
+    y, stats = end(params, begun, y, rounds, wire, config, beside)
     return y.reshape(x.shape), reduce_stats(stats, axes)
 
 
@@ -111,21 +114,44 @@ def begin(
 
 
 def end(
-    params: dict[str, Any], begun: Begun, y: jax.Array, rounds: jax.Array, wire: jax.Array, config: MoEConfig
+    params: dict[str, Any],
+    begun: Begun,
+    y: jax.Array,
+    rounds: jax.Array,
+    wire: jax.Array,
+    config: MoEConfig,
+    shared: jax.Array | None = None,
 ) -> tuple[jax.Array, MoEStats]:
-    """Sums y [t, H] float32 of the routed experts -> the layer's [t, H], and this rank's statistics."""
+    """Sums y [t, H] float32 of the routed experts -> the layer's [t, H], and this rank's statistics.
+
+    shared: [t, H] float32, what the shared experts add, where that is known already.
+    """
     if config.num_shared_experts:
-        with jax.named_scope("shared_experts"):
-            y = y + shared_mlp(begun.x, params["shared"], config)
+        y = y + (_shared(params, begun, config) if shared is None else shared)
     if begun.mask is not None:
         y = jnp.where(begun.mask[:, None], y, 0)
     return checkpoint_name(y.astype(config.dtype), "moe_output"), begun.stats._replace(rounds=rounds, wire_rows=wire)
 
 
+def _shared(params: dict[str, Any], begun: Begun, config: MoEConfig) -> jax.Array:
+    with jax.named_scope("shared_experts"):
+        return shared_mlp(begun.x, params["shared"], config)
+
+
 def routed(
-    expert_params: Any, x: jax.Array, routing: Routing, config: MoEConfig, axes: Axes, transport: str
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """plan, dispatch, experts, combine: y [t, H] float32, rounds, rows on the wire."""
+    expert_params: Any,
+    x: jax.Array,
+    routing: Routing,
+    config: MoEConfig,
+    axes: Axes,
+    transport: str,
+    beside: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
+    """plan, dispatch, experts, combine: y [t, H] float32, rounds, rows on the wire, and `beside`.
+
+    What computes `beside` (floating point) stands beside the first dispatch. In pieces, a rank's own experts stand
+    beside the last combine.
+    """
     comm, loops = config.comm, not axes.others
     exchanged = comm.mode == "packed" and axes.ranks > 1
     sizes = planning.pieces(x.shape[0], comm.num_chunks) if exchanged else x.shape[:1]
@@ -145,20 +171,30 @@ def routed(
     with jax.named_scope("plan"):
         ids = [r.experts for r in routings]
         plans = paths.make_plans(ids, config, axis_name=axes.expert, transport=transport, own=not own)
-    with jax.named_scope("dispatch"):
-        arrived = [paths.dispatch(*piece, config) for piece in zip(xs, routings, plans)]
-    plans = [d.plan for d in arrived]
-    with jax.named_scope("experts"):
-        rows = [paths.run_experts(expert_fn, d, expert_params, loops) for d in arrived]
-    with jax.named_scope("combine"):
-        ys = [paths.combine(*piece, config) for piece in zip(rows, arrived, routings)]
+    x_own = x
+    if len(xs) > 1:
+        experts = lambda d: paths.run_experts(expert_fn, d, expert_params, loops)
+        ys, plans, beside, x_own = in_turn(xs, routings, plans, experts, config, beside, x)
+    else:
+        with jax.named_scope("dispatch"):
+            arrived = paths.dispatch(x, routings[0], plans[0], config)
+        plans = [arrived.plan]
+        if beside is not None:
+            rows, beside = after(arrived.rows, beside)
+            arrived = arrived.with_rows(rows)
+        with jax.named_scope("experts"):
+            rows = paths.run_experts(expert_fn, arrived, expert_params, loops)
+        if own:
+            rows, x_own = after(rows, x)
+        with jax.named_scope("combine"):
+            ys = [paths.combine(rows, arrived, routings[0], config)]
     g = plans[0].geometry
     if g.ranks == 1:
-        return ys[0], jnp.int32(0), jnp.int32(0)
+        return ys[0], jnp.int32(0), jnp.int32(0), beside
     if comm.mode == "allgather":
-        return ys[0], jnp.int32(1), jnp.int32((g.ranks - 1) * g.tokens)
+        return ys[0], jnp.int32(1), jnp.int32((g.ranks - 1) * g.tokens), beside
     if comm.mode == "padded":
-        return ys[0], jnp.int32(1), jnp.int32((g.ranks - 1) * g.quota)
+        return ys[0], jnp.int32(1), jnp.int32((g.ranks - 1) * g.quota), beside
     if axes.others and axes.outer and any(plan.geometry.max_rounds > 1 for plan in plans):
         # The compiler may put collectives over all devices into the loop of rounds: all have to take the same number.
         most = jax.lax.pmax(jnp.stack([plan.rounds for plan in plans]), axes.outer)
@@ -170,11 +206,11 @@ def routed(
     y = jnp.concatenate(ys)
     if own:
         with jax.named_scope("own_experts"):
-            here = packed.own_experts(x, routing, plans[0], config)
+            here = packed.own_experts(x_own, routing, plans[0], config)
             y = y + paths.run_experts(own_fn, here, expert_params, loops)
     rounds = jnp.stack([plan.rounds for plan in plans])
     wire = [wire_rows(plan) for plan in plans]
-    return y, rounds.max(), sum(wire[1:], wire[0])
+    return y, rounds.max(), sum(wire[1:], wire[0]), beside
 
 
 def wire_rows(plan: Plan) -> jax.Array:

@@ -91,7 +91,9 @@ class ModelConfig:
       kv_coship: "contiguous" or "zigzag": sequences are split so over the expert axis, and layers run in two
         microbatches whose keys and values travel beside hidden rows (`jax_ep.block.coship.sequential_stack`): packed
         layers, an even batch. Without a cache only: what is decoded with one is not split. None: not.
-      overlap_moe_expert_parallel_comm: two-microbatch overlap; refused until it is built.
+      overlap_moe_expert_parallel_comm: layers run in two microbatches half a layer apart, so that each exchange of one
+        has the other's attention or experts beside it (`jax_ep.block.microbatch`): packed layers on an expert axis of
+        two ranks or more, each with an even number of whole sequences. In training and prefill, without a cache.
     """
 
     vocab_size: int
@@ -160,9 +162,44 @@ class ModelConfig:
         for token in self.stop_tokens:
             if isinstance(token, bool) or not isinstance(token, int) or not 0 <= token < self.vocab_size:
                 refuse("stop_tokens", self.stop_tokens, f"must be ids in [0, vocab_size={self.vocab_size})", ())
-        if self.overlap_moe_expert_parallel_comm is not False:
-            field = "overlap_moe_expert_parallel_comm"
-            refuse(field, self.overlap_moe_expert_parallel_comm, "is not built yet", False)
+        self._check_overlap()
+
+    def _check_overlap(self) -> None:
+        field, overlap = "overlap_moe_expert_parallel_comm", self.moe.overlap
+        boolean(field, getattr(self, field))
+        if not self.overlap_moe_expert_parallel_comm:
+            if overlap.delay_wgrad_compute:
+                rule = f"in a model it needs {field}=True, whose exchanges it makes room beside"
+                refuse("delay_wgrad_compute", True, rule, False)
+            return
+        if self.kv_coship is not None:
+            rule = f"kv_coship={self.kv_coship!r} runs layers in two microbatches already; without it True works"
+            refuse(field, True, rule, False)
+        if self.recompute == "full":
+            rule = f"with {field}=True a layer's exchanges would be sent again beside nothing"
+            refuse("recompute", "full", rule, "selective")
+        if overlap.moe_shared_expert_overlap:
+            rule = f"with {field}=True the other microbatch is beside the dispatch"
+            refuse("moe_shared_expert_overlap", True, rule, False)
+        if self.moe.num_experts < 2:
+            refuse(field, True, "num_experts=1 leaves nothing to exchange", False)
+        check_microbatches(self)
+
+
+def check_microbatches(config: ModelConfig) -> None:
+    """Refuses what two microbatches half a layer apart do not do."""
+    one = "two microbatches send one packed buffer, one message a rank"
+    wanted: dict[str, tuple[Any, str]] = {
+        "mode": ("packed", "two microbatches send packed rows"),
+        "num_chunks": (1, one),
+        "messages": ("rank", one),
+        "capacity_factor": (None, "who comes first is decided over the whole batch, and here it goes in halves"),
+    }
+    for field, (value, rule) in wanted.items():
+        if getattr(config.moe.comm, field) != value:
+            refuse(field, getattr(config.moe.comm, field), rule, value)
+    if config.moe.shard_sequence:
+        refuse("shard_sequence", True, "sequences are whole, and the batch is split over the expert axis", False)
 
 
 def _tuple(field: str, value: Any, works: Any) -> tuple[Any, ...]:

@@ -150,11 +150,7 @@ class Bench:
         return params, jax.device_put(self.states, rows), jax.device_put(self.cotangent, rows)
 
     def time(self, programs: Mapping[str, Program]) -> dict[str, Timing]:
-        """Interleaved runs, every round in another order."""
-        warmup, runs = self.workload.warmup, self.workload.runs
-        task = self.progress.add_task("running", total=(warmup + runs) * len(programs))
-        calls = {name: program.call for name, program in programs.items()}
-        return compare_runs(calls, warmup=warmup, runs=runs, on_run=lambda name: self.progress.advance(task))
+        return time_in_turns(self.workload, {name: program.call for name, program in programs.items()}, self.progress)
 
     # What moves.
 
@@ -209,13 +205,7 @@ class Bench:
         }
 
     def times(self, timing: Timing) -> dict[str, Any]:
-        return {
-            "median_ms": timing.median_ms,
-            "min_ms": timing.min_ms,
-            "max_ms": timing.max_ms,
-            "runs_ms": list(timing.runs_ms),
-            "tokens_per_s": self.states.shape[0] / timing.median_ms * 1e3,
-        }
+        return times_of(timing, self.states.shape[0])
 
     def setting(self, source: str, config_name: str) -> dict[str, Any]:
         """What a record says before its figures."""
@@ -291,6 +281,24 @@ class Bench:
                 "the router rounded otherwise."
             )
         return notes
+
+
+def time_in_turns(workload: Any, calls: Mapping[str, Callable[[], Any]], progress: Progress) -> dict[str, Timing]:
+    """Interleaved runs, every round in another order; workload has their number, and that of untimed ones."""
+    warmup, runs = workload.warmup, workload.runs
+    task = progress.add_task("running", total=(warmup + runs) * len(calls))
+    return compare_runs(calls, warmup=warmup, runs=runs, on_run=lambda name: progress.advance(task))
+
+
+def times_of(timing: Timing, tokens: int) -> dict[str, Any]:
+    """What is written down of the runs of a call on so many tokens."""
+    return {
+        "median_ms": timing.median_ms,
+        "min_ms": timing.min_ms,
+        "max_ms": timing.max_ms,
+        "runs_ms": list(timing.runs_ms),
+        "tokens_per_s": tokens / timing.median_ms * 1e3,
+    }
 
 
 def difference(results: list[np.ndarray], reference: list[np.ndarray]) -> Difference:

@@ -20,16 +20,16 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from rich.progress import Progress
 
-from _bench import Difference, difference
+from _bench import Difference, difference, time_in_turns, times_of
 from _block_bytes import Chosen, Where, chosen_experts, count_at_expert, count_bytes
 from _common import environment, load_config, load_model_config, override
 from _text import RECIPE
 from jax_ep.aot import count_collectives
-from jax_ep.bench import Timing, compare_runs
+from jax_ep.bench import Timing
 from jax_ep.block.coship import parallel_block, sequential_stack
 from jax_ep.block.ledger import add_figures
 from jax_ep.block.ranges import reorder
-from jax_ep.config import positive_int
+from jax_ep.config import positive_int, refuse
 from jax_ep.layer import resolve_transport
 from jax_ep.model_config import ModelConfig
 from jax_ep.models.decoder import init_decoder
@@ -71,23 +71,50 @@ class BlockWorkload:
         for field, value in works.items():
             positive_int(field, getattr(self, field), value)
         positive_int("warmup", self.warmup, 2, least=0)
+        if self.batch_size % self.data_parallel:
+            rule = f"must be a multiple of data_parallel={self.data_parallel}"
+            refuse("batch_size", self.batch_size, rule, -(-self.batch_size // self.data_parallel) * self.data_parallel)
 
     @property
     def moe(self) -> Any:
         return self.model.moe
 
 
-def block_workload(name: str, overrides: Sequence[str], elsewhere: Mapping[str, str]) -> BlockWorkload:
-    """The workload and the model of a config file as one, with overrides; `elsewhere` as of a WorkloadConfig."""
+_OF_A_WHOLE_MODEL = (
+    "vocab_size",
+    "tie_embeddings",
+    "embedding_multiplier",
+    "logits_divisor",
+    "max_position",
+    "balance_loss_coef",
+    "stop_tokens",
+)
+
+
+def block_workload(
+    name: str, overrides: Sequence[str], elsewhere: Mapping[str, str], forms: Sequence[str]
+) -> BlockWorkload:
+    """The workload and the model of a config file as one, with overrides.
+
+    Args:
+      name: of the config file.
+      overrides, elsewhere: as of `override`, for a BlockWorkload.
+      forms: the blocks it is for.
+    """
     w = load_config(name)
     mesh = {field: getattr(w, field) for field in ("expert_parallel", "data_parallel", "warmup", "runs")}
     workload = BlockWorkload(w.batch_size, w.sequence_length, load_model_config(name), **mesh)
-    set_elsewhere = {f"model.{path}": works for path, works in elsewhere.items()}
+    set_elsewhere = dict(elsewhere)
+    set_elsewhere |= {f"model.{field}": "train.py: a block is layers alone" for field in _OF_A_WHOLE_MODEL}
     set_elsewhere |= {
         "model.kv_coship": "--split zigzag",
         "model.num_layers": "layers=2, of the sequential block's stack",
+        "model.moe.comm.mode": "a layer of its own: a block's is packed",
     }
-    set_elsewhere["model.moe.comm.mode"] = "a layer of its own: a block's is packed"
+    if "sequential" not in forms:
+        set_elsewhere |= dict.fromkeys(
+            ("layers", "model.recompute"), "the sequential block: a parallel one is one layer"
+        )
     done: BlockWorkload = override(workload, overrides, elsewhere=set_elsewhere)
     return done
 
@@ -215,13 +242,6 @@ class BlockBench:
         x, cotangent = (jax.device_put(self._reorder(a), rows) for a in (self.states, self.cotangent))
         return params, x, placed_ids, cotangent
 
-    def time(self, programs: Mapping[str, BlockProgram]) -> dict[str, Timing]:
-        """Interleaved runs, every round in another order."""
-        warmup, runs = self.workload.warmup, self.workload.runs
-        task = self.progress.add_task("running", total=(warmup + runs) * len(programs))
-        calls = {name: program.call for name, program in programs.items()}
-        return compare_runs(calls, warmup=warmup, runs=runs, on_run=lambda name: self.progress.advance(task))
-
     @functools.cached_property
     def chosen(self) -> list[Chosen]:
         """What each layer's router chose, outside the timed part."""
@@ -237,7 +257,7 @@ class BlockBench:
     def record(self, ways: Sequence[str], source: str, config_name: str) -> dict[str, Any]:
         """Compiles and times the ways, and tells everything that block.json holds."""
         programs = self.compile(ways)
-        timings = self.time(programs)
+        timings = time_in_turns(self.workload, {kv: program.call for kv, program in programs.items()}, self.progress)
         layers = self.config.num_layers
         held = "routing, planning, packing, control, exchanges, experts, attention, statistics"
         if self.backward:
@@ -275,13 +295,7 @@ class BlockBench:
         }
 
     def _times(self, timing: Timing) -> dict[str, Any]:
-        return {
-            "median_ms": timing.median_ms,
-            "min_ms": timing.min_ms,
-            "max_ms": timing.max_ms,
-            "runs_ms": list(timing.runs_ms),
-            "tokens_per_s": self.states.shape[0] * self.states.shape[1] / timing.median_ms * 1e3,
-        }
+        return times_of(timing, self.states.shape[0] * self.states.shape[1])
 
     def _workload(self, source: str, config_name: str) -> dict[str, Any]:
         w, c = self.workload, self.config
@@ -316,13 +330,15 @@ class BlockBench:
         notes = []
         if jax.default_backend() == "cpu":
             notes.append(
-                f"{self.mesh.size} simulated devices share this machine's cores and memory: times rank the work each "
-                "way does, not links. On CPU, ragged crosses by all_gather."
+                "Simulated devices share this machine's cores and memory: times rank the work each way "
+                "does, not links. On CPU, ragged crosses by all_gather."
             )
         if self.segment_ids is not None:
             notes.append("control holds the segment ids, gathered once before the call and not in its time.")
         if self.form == "sequential" and self.where.transport == "all_to_all":
             notes.append("wire holds the first layer's combine, which brings no rows home.")
+        if self.config.moe.comm.wire_dtype is not None and self.ranks > 1:
+            notes.append("wire_dtype rounds rows on their way to the experts: differences show that rounding, too.")
         rounds = max(m["rounds"] for m in record["ways"].values())
         if rounds > 1:
             notes.append(f"{rounds} rounds: each further one adds a dispatch and a combine for its microbatch.")

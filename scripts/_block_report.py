@@ -55,7 +55,7 @@ def print_block(record: dict[str, Any]) -> None:
     gradients = record["timed"] != "forward"
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("keys and values", no_wrap=True)
-    headings = ["payload", "control", "median ms", "min .. max", *PARTS, "largest rank", "kv of it", "max diff"]
+    headings = ["payload", "control", "median ms", "min .. max", *PARTS, "largest wire", "largest kv", "max diff"]
     headings += [*(["rel. grads"] if gradients else []), "temp", "compile"]
     for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
@@ -81,8 +81,8 @@ def print_block(record: dict[str, Any]) -> None:
     console.print(f"\nthe same on one device, nothing exchanged: {alone['median_ms']:.2f} ms; differences are to it")
     console.print(
         f"payload, control: collectives a layer in the lowered program ({record['timed']}; +n: once a stack), without "
-        "the sum of statistics;\nbytes: of the call, over all ranks, without rows that stay; largest rank: the most "
-        "that one sends or receives"
+        "the sum of statistics;\nbytes: of the call, over all ranks, without rows that stay; largest: the most "
+        "that one rank sends or receives"
     )
     for line in _when_it_pays(record):
         console.print(line)
@@ -131,17 +131,18 @@ def _when_it_pays(record: dict[str, Any]) -> list[str]:
     if other := ways.get("separate"):
         saved, wire = count(other) - count(ours), ours["layer"]["forward"]["wire"]["largest"]
         lines += [
-            f"co-shipping against separate exchanges: {saved} of {count(other)} payload collectives a layer less, the "
-            f"same bytes; {_ratio(ours, other)} of the time here",
-            f"predicted: it saves {saved} x the latency of a collective a layer, 5% of the time on the wire or more up "
-            f"to {_up_to(saved, count(other))}; here the busiest rank has {size(wire)}",
+            f"co-shipping against separate exchanges: {count(ours)} payload collectives a layer instead of "
+            f"{count(other)}, the same bytes; {_ratio(ours, other)} of the time here",
+            f"predicted: saving {saved} x the latency of a collective is 5% or more of a layer's time on the "
+            f"wire where the busiest rank, which has {size(wire)} here, has",
+            f"  up to {_up_to(saved, count(other))}",
         ]
     for kv in ("all_gather", "ring"):
         if other := ways.get(kv):
             parts = (("kv", "key/value bytes"), ("wire", "bytes on the wire"))
             moved = [f"{_share(ours, other, part)} of its {words}" for part, words in parts]
             lines.append(
-                f"co-shipping against {kv}: {count(other) - count(ours)} payload collectives a layer less, "
+                f"co-shipping against {kv}: {count(ours)} payload collectives a layer instead of {count(other)}, "
                 f"{' and '.join(moved)}; {_ratio(ours, other)} of the time here"
             )
     if record["block"] == "sequential":
@@ -166,7 +167,7 @@ def _ratio(ours: dict[str, Any], other: dict[str, Any]) -> str:
 def _up_to(saved: int, count: int) -> str:
     """saved * L = 5% of count * L + bytes / W, on each link."""
     sizes = {name: (saved / 0.05 - count) * latency * rate * 1e3 for name, (latency, rate) in LINKS.items()}
-    return ", ".join(f"{size(most)} a rank ({name})" for name, most in sizes.items())
+    return ", ".join(f"{size(most)} ({name})" for name, most in sizes.items())
 
 
 def block_picture(record: dict[str, Any]) -> bytes:
@@ -184,7 +185,8 @@ def block_picture(record: dict[str, Any]) -> bytes:
         label_rows(panels, names)
         title = f"Keys and values of a {record['block']} block on {devices_in_words(record)}"
         subtitle = f"{workload_in_words(record)}, {record['timed']}, jax {record['environment']['jax']}"
-        return finish(title, subtitle, f"{block_in_words(record)}; beside each name, its payload collectives")
+        once = " (+n: once a stack)" if record["block"] == "sequential" else ""
+        return finish(title, subtitle, f"{block_in_words(record)}; beside each name, its payload collectives{once}")
 
 
 def _draw_parts(axes: Any, rows: dict[str, Any], timed: str) -> None:

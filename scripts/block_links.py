@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import os
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ from _common import Parser, UsageError, refuse_bad_folder, run_main, write_files
 from _links import address, links
 from _links_bench import measure, table
 from jax_ep.block.ranges import SPLITS, check_split
-from jax_ep.config import one_of
+from jax_ep.config import one_of, refuse
 from jax_ep.distributed import job_of, join
 
 SEQUENCES = "8,64,512,2048"
@@ -84,11 +85,11 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
     if args.runs is not None and args.runs < 4:
         raise UsageError(f"runs={args.runs}: quartiles need 4; --runs 20 works")
     one_of("split", args.split, SPLITS)
-    args.blocks = args.blocks.split(",")
+    args.blocks = list(dict.fromkeys(args.blocks.split(",")))
     for form in args.blocks:
         one_of("blocks", form, BLOCKS)
     try:
-        args.sequences = [int(s) for s in args.sequences.split(",")]
+        args.sequences = list(dict.fromkeys(int(s) for s in args.sequences.split(",")))
     except ValueError:
         raise UsageError(f"sequences={args.sequences}: must be integers; --sequences {SEQUENCES} works") from None
     for sequence in args.sequences:
@@ -97,8 +98,18 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _workload(args: argparse.Namespace) -> BlockWorkload:
-    ours = ["batch_size=2", *args.overrides, f"expert_parallel={args.processes}"]
-    return block_workload(args.config, ours, {})
+    elsewhere = {
+        "expert_parallel": "--processes",
+        "data_parallel": "compare.py --block: here every process is a rank",
+        "sequence_length": "--sequences",
+        "runs": "--runs",
+        "warmup": "compare.py --block: here there are two",
+    }
+    workload = block_workload(args.config, ["batch_size=2", *args.overrides], elsewhere, args.blocks)
+    if "sequential" in args.blocks and workload.batch_size % 2:
+        rule = "the sequential block has two microbatches"
+        refuse("batch_size", workload.batch_size, rule, workload.batch_size + 1)
+    return dataclasses.replace(workload, expert_parallel=args.processes, data_parallel=1)
 
 
 if __name__ == "__main__":

@@ -190,7 +190,8 @@ def _workload(args: argparse.Namespace) -> WorkloadConfig | BlockWorkload:
     options = {"expert_parallel": args.expert_parallel, "runs": args.runs, "warmup": args.warmup}
     given = [f"{key}={value}" for key, value in options.items() if value is not None]
     if args.block:
-        return block_workload(args.config, [*args.overrides, *given], SET_ELSEWHERE)
+        elsewhere = {f"model.{path}": works for path, works in SET_ELSEWHERE.items()}
+        return block_workload(args.config, [*args.overrides, *given], elsewhere, [args.block])
     workload: WorkloadConfig = override(load_config(args.config), [*args.overrides, *given], elsewhere=SET_ELSEWHERE)
     return workload
 

@@ -11,6 +11,7 @@ from tiny_models import tiny_model
 from jax_ep import CommConfig, ConfigError, RouterConfig, make_mesh, moe
 from jax_ep.aot import count_collectives
 from jax_ep.attention import attention_scale, linear, project, rms_norm, rope_tables
+from jax_ep.block import at_expert
 from jax_ep.block.at_expert import block_at_experts, context_counts
 from jax_ep.models.decoder import init_decoder
 
@@ -167,5 +168,43 @@ def test_what_it_cannot_do_is_refused():
             run(x, **{field: value})
     with pytest.raises(ConfigError, match="wire_dtype='int8'"):
         run(x, wire_dtype="int8")
-    with pytest.raises(ConfigError, match=r"x=\[7, 12, 32\].*B a multiple of the 4 devices"):
+    with pytest.raises(
+        ConfigError, match=r"batch=7: must be a multiple of 4: 1 replica, whole sequences.*batch=8 works"
+    ):
         run(x[:7])
+    segments = jnp.zeros((B, S - 1), jnp.int32)
+    with pytest.raises(ConfigError, match=r"segment_ids='int32\[8, 11\]'"):
+        block_at_experts(params, x, config, mesh=make_mesh(R), segment_ids=segments)
+    with pytest.raises(ConfigError, match=r"token_mask='int32\[8, 11\]'"):
+        block_at_experts(params, x, config, mesh=make_mesh(R), token_mask=segments)
+    with pytest.raises(ConfigError, match="shard_sequence=True: sequences are whole"):
+        block_at_experts(params, x, model(dict(), COMM, shard_sequence=True), mesh=make_mesh(R))
+    with pytest.raises(ConfigError, match=r"to=\[4, 2\]: must be \[ranks, B, S\]"):
+        context_counts(np.zeros((4, 2), int), 4)
+    with pytest.raises(ConfigError, match="window=0"):
+        context_counts(np.zeros((4, 2, 8), int), 4, 0)
+
+
+def test_the_layers_own_window_and_experts_made_for_other_ranks():
+    """A model's window is none of a layer that has not got it; which layer this is nobody says where they differ."""
+    config = model(dict(window=2, window_layers=(False,)), COMM)
+    params, x = inputs(config)
+    plain = dataclasses.replace(config, window=None, window_layers=None)
+    experts = jax.tree.map(lambda a: jnp.concatenate([a, jnp.zeros_like(a[:1])]), params["moe"]["experts"])
+    padded = {**params, "moe": {**params["moe"], "experts": experts}}
+    y, _ = block_at_experts(padded, x, config, mesh=make_mesh(R))
+    close(y, reference(params, x, None, None, plain)[0], 1e-5)
+    two = dataclasses.replace(config, num_layers=2, window_layers=(True, False))
+    with pytest.raises(ConfigError, match="window=None: window_layers has it differ"):
+        block_at_experts(params, x, two, mesh=make_mesh(R))
+
+
+def test_compiles_once(monkeypatch):
+    """Also where the caller does not jit."""
+    config = model(dict(norm_eps=2e-6), COMM)
+    params, x = inputs(config)
+    traced, merge = [], at_expert.merge
+    monkeypatch.setattr(at_expert, "merge", lambda *a: traced.append(1) or merge(*a))
+    for _ in range(2):
+        block_at_experts(params, x, config, mesh=make_mesh(R))
+    assert traced == [1]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from jax_ep import CommConfig, MoEConfig, Part, RouterConfig, exchange, make_plan
+from jax_ep import CommConfig, ConfigError, MoEConfig, Part, RouterConfig, exchange, make_plan
 from jax_ep.aot import count_collectives
 from jax_ep.attention import attend
 from jax_ep.block.attention import attend_rows, merge
@@ -415,3 +415,22 @@ def test_result_has_the_queries_dtype():
     assert out.dtype == jnp.bfloat16 and out.shape == (2, 16, 4 * D)
     at = np.arange(16)
     assert_near(out, dense(q, k, v, Mask(at, at).seen(2))[0].reshape(out.shape), 1e-2)
+
+
+def test_rows_that_do_not_go_together_are_refused():
+    q, k, at = normal(0, 1, 4, 6, 4), normal(1, 1, 4, 2, 4), jnp.arange(4)
+    run = lambda *rows, **how: attend_rows(q, *rows, scale=1.0, **how)
+    runs = jnp.zeros((1, 4), jnp.int32)
+    four, five, none = normal(1, 1, 4, 4, 4), normal(1, 1, 5, 2, 4), jnp.zeros((1, 0, 2, 4))
+    for rows, how, words in (
+        ((four, four, at, at), {}, "N dividing 6"),
+        ((k, five, at, at), {}, r"keys, values=\[\[1, 4, 2, 4\], \[1, 5, 2, 4\]\]"),
+        ((none, none, at, at[:0]), {}, "Z from 1"),
+        ((k, k, at, at[:3]), {}, r"key_positions=\[3\]"),
+        ((k, k, at, at), {"query_runs": runs}, "query_runs, key_runs='one of them'"),
+        ((k, k, at, at), {"key_runs": runs}, "query_runs, key_runs='one of them'"),
+        ((k, k, at, at), {"query_runs": runs, "key_runs": runs[0]}, r"key_runs=\[4\]"),
+        ((k, k, at, at), {"block": 0}, "block=0"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            run(*rows, **how)

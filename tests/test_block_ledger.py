@@ -474,7 +474,8 @@ def test_wire_and_collectives_are_those_of_the_traced_program(case):
     counts = count_routing(experts, config.moe, ranks=RANKS, replicas=REPLICAS)
     windows = [None] * LAYERS if "window_layers" not in fields else [fields["window"], SEQUENCE]
     known = dict(batch=batch, sequence=SEQUENCE, ranks=RANKS, replicas=REPLICAS, segment_ids=segments)
-    known |= dict(form=form, kv=kv, split=split, context=np.ones((REPLICAS, RANKS, RANKS), int))
+    context = np.ones((REPLICAS, RANKS, RANKS), int) if form == "at_expert" else None
+    known |= dict(form=form, kv=kv, split=split, context=context)
     counted = [block_ledger(config, [counts] * many if many > 1 else counts, window=w, **known) for w in windows]
     if form == "sequential":
         figures = add_figures([*(ledger["layer"] for ledger in counted), counted[0]["stack"]])
@@ -594,11 +595,9 @@ def test_refusals_name_what_works():
     refused("batch=3: .* two microbatches; batch=4 works", batch=3, form="sequential")
     refused("batch=2: .* whole sequences of 4 ranks; batch=4 works", form="at_expert")
     refused("ranks=0", ranks=0)
-    refused(
-        "mode='padded': form 'parallel' takes no other; mode='packed' works", config=model(comm=dict(mode="padded"))
-    )
+    refused("mode='padded': .*packed rows; mode='packed' works", config=model(comm=dict(mode="padded")))
     refused("num_chunks=2: ", config=model(comm=dict(num_chunks=2)))
-    refused("dedup=False: form 'at_expert' takes no other; dedup=True works", form="at_expert", batch=4)
+    refused("dedup=False: attention at the expert's rank .*; dedup=True works", form="at_expert", batch=4)
     refused(r"counts=\['RoutingCounts'\]: form 'sequential' has 2", form="sequential")
     refused(r"counts=.*form 'parallel' has 1", many=2)
     refused(r"counts.rows.shape=\[1, 4, 1, 4\]: .*=\[2, 4, 1, 4\] works", replicas=2)
@@ -609,6 +608,15 @@ def test_refusals_name_what_works():
     refused(r"segment_ids='float64\[2, 16\]'", segment_ids=np.zeros((2, 16)))
     refused("transport='carrier'", transport="carrier")
     dedup = model(comm=dict(dedup=True, recv_rows_factor=None))
-    wide = np.zeros((1, 4, 16, 2), int)
+    wide, every = np.zeros((1, 4, 16, 2), int), np.ones((1, 4, 4), int)
     refused(r"context=None: .*=\[1, 4, 4\] works", config=dedup, ids=wide, form="at_expert", batch=4)
     refused(r"context=\[4, 4\]", config=dedup, ids=wide, form="at_expert", batch=4, context=np.zeros((4, 4), int))
+    refused("context=.*must be integers from 0", config=dedup, ids=wide, form="at_expert", batch=4, context=-every)
+    refused("window=3: .*window=None works", config=dedup, ids=wide, form="at_expert", batch=4, window=3)
+    refused("sequence=0", config=dedup, ids=wide, form="at_expert", batch=4, sequence=0)
+    refused("context='given': form 'parallel' counts .*; context=None works", context=every)
+    sharded = dataclasses.replace(model(), moe=dataclasses.replace(model().moe, shard_sequence=False))
+    refused("shard_sequence=False", config=sharded)
+    with pytest.raises(ConfigError, match=r"counts=\['NoneType'\]"):
+        block_ledger(model(), None, batch=2, sequence=16, ranks=4)
+    assert keys_sent(window=10**12) == keys_sent()

@@ -83,7 +83,7 @@ def test_record_of_a_block(parallel):
     assert ids.shape == (B, S)
     assert record["workload"]["documents"] == sum(len(set(row.tolist())) for row in ids) > B
     notes = " ".join(record["notes"])
-    assert "simulated devices" in notes
+    assert "Simulated devices" in notes
     assert "control holds the segment ids" in notes
     assert "not to the token" not in notes
     assert "further" not in notes
@@ -144,7 +144,13 @@ def test_output_of_a_block(parallel):
         "PCIe",
         "block.json",
     ]
-    words += ["1 of 3 payload collectives a layer less", "co-shipping against ring: 3 payload", "at the expert's rank"]
+    words += [
+        "2 payload collectives a layer instead of 3, the same bytes",
+        "against ring: 2 payload",
+        "at the expert's rank",
+    ]
+    medians = {kv: way["median_ms"] for kv, way in parallel.record["ways"].items()}
+    words += [f"the same bytes; {medians['coship'] / medians['separate']:.2f} of the time here"]
     for word in words:
         assert word in parallel.stdout
 
@@ -204,6 +210,10 @@ REFUSALS = {
     "layers": (["--block", "parallel", "num_layers=3"], ["num_layers=3", "layers=2"]),
     "coship": (["--block", "parallel", "kv_coship=zigzag"], ["kv_coship=zigzag", "--split"]),
     "no model": (["--block", "parallel", "--config", "mini_infer"], ["must define get_model_config", "tiny_decoder"]),
+    "one layer": (["--block", "parallel", "layers=4"], ["layers=4", "a parallel one is one layer"]),
+    "recompute": (["--block", "parallel", "recompute=full"], ["recompute=full", "a parallel one is one layer"]),
+    "vocabulary": (["--block", "parallel", "vocab_size=3"], ["vocab_size=3", "layers alone"]),
+    "replicas": (["--block", "parallel", "data_parallel=3"], ["batch_size=4", "data_parallel=3; batch_size=6 works"]),
     "no layers": (["--block", "sequential", "layers=0"], ["layers=0", "layers=2 works"]),
     "key": (["--block", "parallel", "num_kv_head=1"], ["unknown key 'num_kv_head'", "num_kv_heads"]),
 }
@@ -332,6 +342,12 @@ def test_block_links_refuses(tmp_path, monkeypatch, capsys):
         "--sequences 8,x": "must be integers",
         "--sequences 9": "sequence=9: zigzag over 4 ranks",
         "--split striped": "split='striped'",
+        "expert_parallel=8": "set it with --processes",
+        "sequence_length=8": "set it with --sequences",
+        "runs=9": "set it with --runs",
+        "data_parallel=2": "every process is a rank",
+        "batch_size=3": "two microbatches; batch_size=4 works",
+        "--blocks parallel layers=3": "a parallel one is one layer",
         "num_kv_head=1": "nearest",
     }.items():
         assert words in refused(block_links.main, argv.split(), monkeypatch, capsys)
@@ -361,4 +377,4 @@ def test_links_that_cannot_be_made_are_refused(monkeypatch, capsys):
 
 def test_config_errors_are_of_the_library():
     with pytest.raises(ConfigError, match="layers=0"):
-        dataclasses.replace(_block.block_workload("tiny_block", [], {}), layers=0)
+        dataclasses.replace(_block.block_workload("tiny_block", [], {}, _block.BLOCKS), layers=0)

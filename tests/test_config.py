@@ -85,7 +85,7 @@ REFUSALS = [
     *[(CommConfig, "wire_dtype", bad, {}, "must be one of float8_e4m3fn, int8") for bad in ("int4", "bfloat16", 8)],
     (CommConfig, "messages", "token", {}, "must be one of rank, expert"),
     (CommConfig, "messages", "expert", {"dedup": True}, "a row serves several experts"),
-    (OverlapConfig, "delay_wgrad_compute", True, {}, "not built yet"),
+    (OverlapConfig, "delay_wgrad_compute", 1, {}, "must be True or False"),
     *[
         (model, field, bad, {}, "must be an integer of at least 1")
         for field in ("vocab_size", "num_layers", "num_heads", "num_kv_heads", "head_dim")
@@ -93,8 +93,8 @@ REFUSALS = [
     ],
     (model, "num_kv_heads", 3, {}, "must divide num_heads=4"),
     (model, "moe", ROUTER, {}, "must be a MoEConfig"),
-    (model, "overlap_moe_expert_parallel_comm", True, {}, "not built yet"),
-    (OverlapConfig, "moe_shared_expert_overlap", True, {}, "not built yet"),
+    (model, "overlap_moe_expert_parallel_comm", "on", {}, "must be True or False"),
+    (OverlapConfig, "moe_shared_expert_overlap", "on", {}, "must be True or False"),
     *[
         (layer, field, bad, {}, "must be an integer of at least 1")
         for field in ("hidden_size", "intermediate_size", "num_experts")
@@ -104,6 +104,7 @@ REFUSALS = [
     (layer, "comm", "packed", {}, "must be a CommConfig"),
     (layer, "overlap", True, {}, "must be a OverlapConfig"),
     (layer, "activation", "relu", {}, "must be one of swiglu, gelu, gpt_oss"),
+    *[(layer, "grouped_backend", bad, {}, "must be one of auto, ragged_dot, tokamax") for bad in ("triton", None)],
     (layer, "expert_bias", 1, {}, "must be True or False"),
     (layer, "shared_gate", 1, {"num_shared_experts": 1}, "must be True or False"),
     *[(layer, "num_shared_experts", bad, {}, "must be an integer of at least 0") for bad in (-1, 1.0, True)],

@@ -57,13 +57,15 @@ def make_params(config: ModelConfig, form: str, skewed: bool = False) -> Any:
 
 def segments(batch: int, ranks: int) -> list[np.ndarray]:
     """[B, S] each: no border; and ones on borders of ranks, off them, and round a segment of one position, a kind a
-    sequence. Numbers come back after others.
+    sequence, in another order in the other half. Numbers come back after others.
     """
     on = np.arange(S) * ranks // S % 3 + 5
     off = (np.arange(S) + 3) // 7 % 3
     alone = np.where(np.arange(S) == S // max(2, ranks), 9, np.where(np.arange(S) < 20, 1, 2))
     kinds = [on, off, alone]
-    return [np.full((batch, S), 4)] + [np.stack([kinds[(i + at) % 3] for i in range(batch)]) for at in range(3)]
+    return [np.full((batch, S), 4)] + [
+        np.stack([kinds[(i + i // 3 + at) % 3] for i in range(batch)]) for at in range(3)
+    ]
 
 
 # --- the reference: one device, whole sequences, every expert on every token
@@ -308,7 +310,7 @@ def with_moe(**fields: Any) -> ModelConfig:
 
 
 def test_refusals_name_what_works():
-    assert "batch=3: must be a multiple of 2: 1 replicas, two microbatches each; batch=4 works" in refusal(
+    assert "batch=3: must be a multiple of 2: 1 replica, two microbatches each; batch=4 works" in refusal(
         "sequential", (3, S, H)
     )
     assert "batch=6: must be a multiple of 4" in refusal("sequential", (6, S, H), (2, 2))
@@ -328,7 +330,38 @@ def test_refusals_name_what_works():
     assert "segment_ids='float32[2, 32]'" in refusal(segment_ids=jnp.zeros((2, 32)))
     assert "token_mask='int32[2, 32]'" in refusal(token_mask=jnp.ones((2, 32), jnp.int32))
     assert "window=None: window_layers" in refusal(config=model(**MIXED))
-    assert "window=0: must be" in refusal(window=0)
+    for window in (0, np.int64(0), np.int32(-3)):
+        assert "must be an integer of at least 1" in refusal(window=window)
+    assert "window='float32[]': must be one integer" in refusal(window=jnp.float32(2.5))
+    assert "window='int32[2]'" in refusal(window=jnp.array([2, 3]))
+
+
+def test_a_window_that_all_layers_have_needs_no_saying():
+    x = jax.random.normal(jax.random.key(1), (1, S, H))
+    params = make_params(model(), "parallel")
+    for layers, window in (((True, True), SMALL), ((False, False), NONE)):
+        config = model(comm=ONE, window=SMALL, window_layers=layers)
+        y, _ = parallel_block(params, x, config, mesh=make_mesh(2))
+        want, _ = reference("parallel", params, x, jnp.zeros((1, S), jnp.int32), None, window, config)
+        close(y, want, 1e-5)
+
+
+def test_parameters_of_another_configuration_are_refused():
+    config = model()
+    one, stack = make_params(config, "parallel"), make_params(config, "sequential")
+    x = jnp.zeros((2, S, H))
+    three = jax.tree.map(lambda a: jnp.concatenate([a, a[:1]]), stack)
+    without = {name: a for name, a in one.items() if name != "moe"}
+    for block, params, settings, words in (
+        (sequential_stack, three, config, r"\['attention_norm'\]=\[3, 16\]: .* works"),
+        (sequential_stack, one, config, r"\['attention_norm'\]=\[16\]"),
+        (parallel_block, stack, config, r"\['attention_norm'\]=\[2, 16\]"),
+        (parallel_block, one, model(attention_sinks=True), "params names=.*'sinks'.* works"),
+        (parallel_block, {**one, "q_bias": one["q"][0]}, config, "params names=.*'q_bias'"),
+        (parallel_block, without, config, "params names=.*'moe'.* works"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            block(params, x, settings, mesh=make_mesh(4))
 
 
 def test_meshes_that_are_refused():

@@ -91,12 +91,13 @@ def test_padded_and_allgather_exchanges():
     ids=str,
 )
 def test_what_travels_beside_the_rows_adds_no_collective(kind, pieces, transport):
-    """Two payload collectives a piece forward, two more with the backward; one of counts for all pieces, or none."""
+    """Two payload collectives forward and as many in the backward, n + 2 of n pieces; one of counts, or none."""
     cfg = config(transport=transport, **kind, **ONE_ROUND)
     name, control = {"ragged": ("ragged_all_to_all", 1)}.get(transport, (transport, 0))
-    for direction, each in (("forward", 2), ("backward", 4)):
+    each = 2 if pieces == 1 else pieces + 2
+    for direction, times in (("forward", 1), ("backward", 2)):
         text = lowered(direction, cfg)
-        assert counts(text) == exactly(**{name: each * pieces}, **({"all_gather": 1} if control else {}))
+        assert counts(text) == exactly(**{name: times * each}, **({"all_gather": 1} if control else {}))
         assert counts(text, loop=True) == exactly() and "stablehlo.while" not in text
 
 
@@ -108,6 +109,8 @@ def test_a_message_an_expert():
     loop = config(transport="all_to_all", messages="expert", **ONE_ROUND)
     assert counts(lowered("forward", loop)) == exactly(all_to_all=2 * E // 4)
     assert counts(lowered("backward", loop)) == exactly(all_to_all=4 * E // 4)
+    pieces = config(transport="ragged", messages="expert", num_chunks=3, **ONE_ROUND)  # no exchanges in one
+    assert counts(lowered("forward", pieces)) == exactly(ragged_all_to_all=6, all_gather=1)
 
 
 @pytest.mark.parametrize("transport", ["ragged", "all_to_all"])

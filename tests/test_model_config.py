@@ -62,7 +62,7 @@ REFUSALS = [
         (model, "stop_tokens", bad, {}, "must be ids in [0, vocab_size=32)")
         for bad in ((32,), (-1,), (1, 2.0), (True,), ("</s>",), (None,))
     ],
-    *[(model, "overlap_moe_expert_parallel_comm", bad, {}, "is not built yet") for bad in (True, 1, None)],
+    *[(model, "overlap_moe_expert_parallel_comm", bad, {}, "must be True or False") for bad in (1, None)],
     *[(RopeConfig, "scaling", bad, {}, "must be one of default, linear, llama3, yarn") for bad in ("dynamic", None)],
     *[
         (RopeConfig, field, bad, {}, NUMBER)

@@ -276,4 +276,12 @@ def test_more_refusals():
         reorder(jnp.zeros((2, 10)), "zigzag", 2, 1)
     with pytest.raises(ConfigError, match=r"^sequence=10: contiguous over 4 ranks cuts it into 4 equal chunks"):
         positions("contiguous", 10, 4, 0)
+    for rank in (4, -1, np.int64(7)):
+        with pytest.raises(ConfigError, match=r"^rank=.*must be below ranks=4, from 0; rank=0 works"):
+            plan_kv("zigzag", 1, 16, 4, rank, layout="ragged")
+        with pytest.raises(ConfigError, match=r"^rank="):
+            positions("zigzag", 16, 4, rank)
+    for window in (jnp.float32(2.5), jnp.array([1, 2])):
+        with pytest.raises(ConfigError, match=r"^window='.*must be one integer; window='int32\[\]' works"):
+            plan_kv("zigzag", 1, 16, 4, 0, window=window, layout="ragged")
     assert ranges.rooms("zigzag", 1, 16, 1, None, "ragged") == (1, 1, (1, 0))  # one rank: nothing to send, legal shapes

@@ -7,6 +7,7 @@ value rows travel beside hidden rows.
   rank.py       one rank's share of a block, in stages between which rows travel
   coship.py     the parallel block, and the sequential one in two microbatches
   sequential.py the latter's schedule
+  microbatch.py two microbatches of whole sequences, each beside the other's exchanges
   at_expert.py  attention at the expert's rank
   ledger.py     bytes of a layer, by part                                            (pure integers)
 """

@@ -10,7 +10,7 @@ H hidden, Q query heads, N key/value heads, D head_dim, G = R*B*S places of all 
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 from typing import Any
 
 import jax
@@ -18,15 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh
-from jax.sharding import PartitionSpec as P
 
-from jax_ep import local, sharding
+from jax_ep import local
 from jax_ep.attention import NO_WINDOW, attention_scale, linear, project, rms_norm, rope_tables
 from jax_ep.block.attention import attend_rows, merge
+from jax_ep.block.coship import Form, one_window, run
 from jax_ep.block.ranges import run_numbers
-from jax_ep.config import refuse
+from jax_ep.block.rank import Params, Setting
+from jax_ep.config import positive_int, refuse
 from jax_ep.experts import apply_experts
-from jax_ep.layer import resolve_transport
 from jax_ep.model_config import ModelConfig
 from jax_ep.paths import make_plan, packed, run_experts
 from jax_ep.paths.common import grouped
@@ -35,8 +35,6 @@ from jax_ep.plan import Plan, home
 from jax_ep.routing import MoEStats, Routing
 from jax_ep.sharding import Axes
 from jax_ep.transport import Part, exchange
-
-Params = dict[str, Any]
 
 
 def block_at_experts(
@@ -56,8 +54,8 @@ def block_at_experts(
     Args:
       params: one layer's, as of `parallel_block`.
       x: [B, S, H], whole sequences, the batch over all token axes.
-      config: the block, with the window of its attention. Its moe.comm must have mode="packed", dedup=True and
-        recv_rows_factor=None.
+      config: the block, with the window of its attention, which window_layers may not have differ. Its moe.comm must
+        have mode="packed", dedup=True and recv_rows_factor=None.
       mesh: None: the ambient one, or one device.
       segment_ids: [B, S] integers: a query sees keys of its own run of equal ones.
       token_mask: [B, S] bool; those at False travel nowhere and come back as they were. Others see them unless
@@ -67,39 +65,10 @@ def block_at_experts(
       y [B, S, H] in the layer's dtype, and MoEStats.
 
     Raises:
-      ConfigError: another CommConfig, or a batch that the mesh does not divide.
+      ConfigError: another CommConfig, or shapes or meshes that do not go with it.
     """
-    ambient = sharding.ambient_mesh()
-    mesh = ambient if mesh is None else mesh
-    axes = sharding.layer_axes(config.moe, mesh)
-    _check(x, config, axes)
-    run = functools.partial(_one_rank, config=config, axes=axes, transport=resolve_transport(config.moe, mesh))
-    if mesh is None:
-        return run(params, x, segment_ids, token_mask)
-    specs: Any = jax.tree.map(lambda _: P(), params)
-    specs["moe"] = sharding.param_specs(config.moe, params["moe"])
-    lead = P(axes.tokens)
-    mapped = jax.shard_map(
-        run,
-        mesh=mesh,
-        in_specs=(specs, lead, lead, lead),
-        out_specs=(lead, P()),
-        axis_names=set(axes.tokens),
-        check_vma=False,
-    )
-    return jax.jit(mapped)(params, x, segment_ids, token_mask)
-
-
-def _check(x: jax.Array, config: ModelConfig, axes: Axes) -> None:
-    comm, size = config.moe.comm, axes.ranks * axes.replicas
-    if x.ndim != 3 or x.shape[-1] != config.moe.hidden_size or x.shape[0] % size or 0 in x.shape:
-        rule = f"must be [B, S, hidden_size={config.moe.hidden_size}], B a multiple of the {size} devices"
-        refuse("x", list(x.shape), rule, [size, 16, config.moe.hidden_size])
-    rule = "attention at the expert's rank comes back in the one row that a token has there"
-    wanted = {"mode": "packed", "dedup": True, "recv_rows_factor": None, "num_chunks": 1, "wire_dtype": None}
-    for field, works in {**wanted, "capacity_factor": None}.items():
-        if getattr(comm, field) != works:
-            refuse(field, getattr(comm, field), rule, works)
+    config = dataclasses.replace(config, window=one_window(config), window_layers=None)
+    return run(Form("at_expert", _one_rank, whole=True), params, (x, segment_ids, token_mask), config, mesh)
 
 
 def _one_rank(
@@ -107,11 +76,9 @@ def _one_rank(
     x: jax.Array,
     segment_ids: jax.Array | None,
     token_mask: jax.Array | None,
-    *,
-    config: ModelConfig,
-    axes: Axes,
-    transport: str,
+    setting: Setting,
 ) -> tuple[jax.Array, MoEStats]:
+    config, axes, transport = setting.config, setting.axes, setting.transport
     moe = config.moe
     b, s, _ = x.shape
     x = x.astype(moe.dtype)
@@ -207,12 +174,18 @@ def context_counts(
       to: [R, B, S], the rank of each token's highest-weighted expert.
       ranks, window: as of `contexts`.
       segment_ids: [R, B, S].
+
+    Raises:
+      ConfigError: shapes that differ, or a window below 1.
     """
-    runs = (
-        None if segment_ids is None else np.cumsum(np.diff(segment_ids, axis=2, prepend=segment_ids[..., :1]) != 0, 2)
-    )
-    each = (contexts(to[r], ranks, window, None if runs is None else runs[r], np) for r in range(ranks))
-    return np.stack([needed.sum((1, 2)) for needed in each])
+    if np.ndim(to) != 3 or len(to) != ranks:
+        refuse("to", list(np.shape(to)), "must be [ranks, B, S]", [ranks, 2, 64])
+    if segment_ids is not None and segment_ids.shape != to.shape:
+        refuse("segment_ids", list(segment_ids.shape), "must be as many as tokens", list(to.shape))
+    if window is not None:
+        positive_int("window", window, to.shape[2])
+    runs = [None] * ranks if segment_ids is None else [run_numbers(ids, np) for ids in segment_ids]
+    return np.stack([contexts(of, ranks, window, run, np).sum((1, 2)) for of, run in zip(to, runs)])
 
 
 def _context_parts(keys_values: jax.Array, names: jax.Array, needed: jax.Array, plan: Plan) -> list[Part]:

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jax_ep.config import positive_int, refuse
+
 BLOCK = 512  # keys that stand beside all queries at a time
 _UNROLLED = 4  # more blocks than this go through one loop
 _NOTHING = -0.7 * float(jnp.finfo(jnp.float32).max)  # log of the weights' sum of a query that sees nothing
@@ -80,8 +82,16 @@ def attend_rows(
 
     Returns:
       The partial result. Differentiable in queries, keys and values, through out and lse.
+
+    Raises:
+      ConfigError: shapes that do not go with one another; runs of queries alone, or of keys.
     """
     b, s, heads, d = queries.shape
+    z = keys.shape[1]
+    given = {"query_positions": (query_positions, s), "key_positions": (key_positions, z)}
+    given |= {"query_runs": (query_runs, s), "key_runs": (key_runs, z)}
+    _check(queries, keys, values, given)
+    positive_int("block", block, BLOCK)
     rows = lambda a: jnp.asarray(a, jnp.int32).reshape(-1, a.shape[-1])
     as_int = lambda a: None if a is None else jnp.asarray(a, jnp.int32)
     mask = _Mask(rows(query_positions), rows(key_positions), as_int(query_runs), as_int(key_runs), as_int(window))
@@ -89,6 +99,19 @@ def attend_rows(
     out, lse = _attend(_Static(scale, block), grouped, keys, values, mask)
     lse = jnp.moveaxis(lse, 3, 1)  # [B, S, N, G]
     return Partial(out.reshape(queries.shape), lse.reshape(b, s, heads))
+
+
+def _check(queries: jax.Array, keys: jax.Array, values: jax.Array, of_rows: dict[str, tuple[Any, int]]) -> None:
+    """of_rows: name of a position or run -> what was given, and how many there have to be."""
+    (b, _, heads, d), (z, n) = queries.shape, keys.shape[1:3]
+    if not z or keys.shape != (b, z, n, d) or heads % n or values.shape != keys.shape:
+        have, rule = [list(keys.shape), list(values.shape)], f"must be [{b}, Z, N, {d}], Z from 1, N dividing {heads}"
+        refuse("keys, values", have, rule, [[b, max(1, z), heads, d]] * 2)
+    for name, (each, rows) in of_rows.items():
+        if each is not None and each.shape not in [(b, rows)] + [(rows,)] * ("runs" not in name):
+            refuse(name, list(each.shape), "must have one a row", [b, rows])
+    if len({each is None for name, (each, _) in of_rows.items() if "runs" in name}) > 1:
+        refuse("query_runs, key_runs", "one of them", "rows of both have runs, or of neither", (None, None))
 
 
 def merge(partials: Sequence[Partial], sinks: jax.Array | None = None) -> jax.Array:

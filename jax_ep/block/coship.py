@@ -20,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -32,10 +32,10 @@ from jax_ep.attention import rms_norm
 from jax_ep.block import rank
 from jax_ep.block.ranges import check_split
 from jax_ep.block.rank import Params, Setting, Window, cross
-from jax_ep.block.sequential import stack_on_rank
+from jax_ep.block.sequential import layer_windows, stack_on_rank
 from jax_ep.config import one_of, refuse
 from jax_ep.layer import resolve_transport
-from jax_ep.model_config import ModelConfig
+from jax_ep.model_config import ModelConfig, check_microbatches
 from jax_ep.routing import MoEStats
 from jax_ep.sharding import Axes
 
@@ -82,15 +82,12 @@ def parallel_block(
     Raises:
       ConfigError: shapes, splits, meshes or a CommConfig that do not go with it.
     """
-    if hasattr(window, "dtype"):
-        traced = jnp.asarray(window, jnp.int32)
-    elif window is None and config.window_layers is not None:
-        rule = "window_layers has it differ between layers, and which of them this is nobody says"
-        refuse("window", None, rule, config.window)
-    else:
-        traced = None
-        config = dataclasses.replace(config, window=config.window if window is None else window, window_layers=None)
-    return _run(_parallel_on_rank, params, (x, segment_ids, token_mask, traced), config, mesh, split, kv)
+    traced = window if isinstance(window, jax.Array) else None
+    if traced is None:
+        window = one_window(config) if window is None else window
+        config = dataclasses.replace(config, window=window, window_layers=None)
+    form = Form("parallel", _parallel_on_rank)
+    return run(form, params, (x, segment_ids, token_mask, traced), config, mesh, split, kv)
 
 
 def sequential_stack(
@@ -120,7 +117,8 @@ def sequential_stack(
     Raises:
       ConfigError: as of `parallel_block`.
     """
-    return _run(stack_on_rank, layers, (x, segment_ids, token_mask), config, mesh, split, kv)
+    form = Form("sequential", stack_on_rank, stacked=True)
+    return run(form, layers, (x, segment_ids, token_mask), config, mesh, split, kv)
 
 
 def _parallel_on_rank(
@@ -151,58 +149,94 @@ def _parallel_on_rank(
     return rank.finish(pending, back, setting) + attended, local.reduce_stats(stats, setting.axes)
 
 
+class Form(NamedTuple):
+    """A block as one rank runs it.
+
+    Attributes:
+      name: "parallel", "sequential", "at_expert" or "microbatches".
+      on_rank: (params, *inputs, setting) -> y and MoEStats.
+      stacked: of several layers.
+      whole: sequences are whole on a rank, and the batch is split over the expert axis as well.
+    """
+
+    name: str
+    on_rank: Callable[..., tuple[jax.Array, MoEStats]]
+    stacked: bool = False
+    whole: bool = False
+
+
 _Inputs: TypeAlias = tuple[Any, ...]  # x, segment_ids, token_mask, and of the parallel block a traced window
 
 
-def _run(
-    on_rank: Callable[..., Any],
+def run(
+    form: Form,
     params: Params,
     inputs: _Inputs,
     config: ModelConfig,
     mesh: Mesh | AbstractMesh | None,
-    split: str,
-    kv: str,
+    split: str = "contiguous",
+    kv: str = "coship",
 ) -> tuple[jax.Array, MoEStats]:
-    """Checks, and `on_rank` on every rank of the mesh."""
+    """Checks, and the form on every rank of the mesh."""
     ambient = sharding.ambient_mesh()
     mesh = ambient if mesh is None else mesh
     if ambient is not None and ambient.manual_axes:
         refuse("mesh manual axes", tuple(ambient.manual_axes), "a block makes its own shard_map, over whole arrays", ())
     axes = sharding.layer_axes(config.moe, mesh)
     one_of("kv", kv, KV_WAYS, works="coship")
-    stacked = on_rank is stack_on_rank
-    _check_config(config)
-    _check_mesh(mesh, axes)
+    check_config(config, form.name, form.whole)
+    _check_mesh(mesh, axes, form.name)
     x, segment_ids, token_mask = inputs[:3]
-    _check_inputs(x, segment_ids, token_mask, config, axes, split, halves=stacked)
-    setting = Setting(config, axes, resolve_transport(config.moe, mesh), split, kv)
-    params = _fit_experts(params, config, axes.ranks, int(stacked))
+    _check_inputs(x, segment_ids, token_mask, config, axes, split, form)
+    _check_params(params, config, form.stacked)
+    setting = Setting(config, axes, resolve_transport(config.moe, mesh), None if form.whole else split, kv)
+    params = _fit_experts(params, config, axes.ranks, int(form.stacked))
     if mesh is None:
-        return _alone(on_rank, params, inputs, setting)
-    return _on_mesh(on_rank, params, inputs, setting, mesh, stacked)
+        return _alone(form, params, inputs, setting)
+    return _on_mesh(form, params, inputs, setting, mesh)
 
 
-def _check_config(config: ModelConfig) -> None:
-    comm = config.moe.comm
-    order = "who comes first is decided in the order of whole sequences, and here ranks hold pieces of them"
+def one_window(config: ModelConfig) -> int | None:
+    """The window of a layer that is any of the model's."""
+    window, differ = layer_windows(config)
+    if differ is not None:
+        rule = "window_layers has it differ between layers, and which of them this is nobody says"
+        refuse("window", None, rule, config.window)
+    return window
+
+
+def check_config(config: ModelConfig, form: str, whole: bool = False) -> None:
+    """Refuses what a form does not do."""
+    if config.moe.overlap.moe_shared_expert_overlap:
+        refuse("moe_shared_expert_overlap", True, "in a block shared experts stand beside its other exchanges", False)
+    if form == "microbatches":
+        check_microbatches(config)
+        return
     one = "a block sends one packed buffer, one message a rank"
-    wanted = {
+    order = "who comes first is decided in the order of whole sequences, and here ranks hold pieces of them"
+    wanted: dict[str, tuple[Any, str]] = {
         "mode": ("packed", "key/value rows travel beside packed rows"),
         "num_chunks": (1, one),
         "messages": ("rank", one),
         "capacity_factor": (None, order),
     }
-    for field, (works, rule) in wanted.items():
-        if getattr(comm, field) != works:
-            refuse(field, getattr(comm, field), rule, works)
-    if config.moe.shard_sequence is False:
-        refuse("shard_sequence", False, "positions are split over the expert axis", True)
+    rule = "positions are split over the expert axis"
+    if form == "at_expert":
+        home = "attention at the expert's rank comes back in the one row that a token has there"
+        works = {"capacity_factor": None, "dedup": True, "recv_rows_factor": None, "wire_dtype": None}
+        wanted |= {field: (value, home) for field, value in works.items()}
+        rule = "sequences are whole, and the batch is split over the expert axis"
+    for field, (value, why) in wanted.items():
+        if getattr(config.moe.comm, field) != value:
+            refuse(field, getattr(config.moe.comm, field), why, value)
+    if config.moe.shard_sequence is whole:
+        refuse("shard_sequence", whole, rule, not whole)
 
 
-def _check_mesh(mesh: Mesh | AbstractMesh | None, axes: Axes) -> None:
+def _check_mesh(mesh: Mesh | AbstractMesh | None, axes: Axes, form: str) -> None:
     if mesh is None:
         return
-    if axes.others:
+    if axes.others and form != "at_expert":
         others = tuple(a for a, size in mesh.shape.items() if a not in axes.tokens and size > 1)
         refuse("mesh axes besides token_axes", others, "a block's loops turn as often as each rank needs", ())
     if sharding.explicit_axes(mesh):
@@ -217,17 +251,23 @@ def _check_inputs(
     config: ModelConfig,
     axes: Axes,
     split: str,
-    halves: bool,
+    form: Form,
 ) -> None:
     h = config.moe.hidden_size
     if x.ndim != 3 or x.shape[2] != h or not x.shape[0] or not jnp.issubdtype(x.dtype, jnp.floating):
         have = f"{x.dtype.name}{list(x.shape)}"
         refuse("x", have, f"must be floating point [B, S, hidden_size={h}]", f"{config.moe.dtype}{[2, 64, h]}")
     b, s, _ = x.shape
-    check_split(split, s, axes.ranks)
-    each = axes.replicas * (2 if halves else 1)
+    check_split(split, s, 1 if form.whole else axes.ranks)
+    many, words = {
+        "parallel": (1, ""),
+        "sequential": (2, ", two microbatches each"),
+        "at_expert": (axes.ranks, f", whole sequences on each of {axes.ranks} ranks"),
+        "microbatches": (2 * axes.ranks, f", two microbatches of whole sequences on each of {axes.ranks} ranks"),
+    }[form.name]
+    each = axes.replicas * many
     if b % each:
-        rule = f"must be a multiple of {each}: {axes.replicas} replicas{', two microbatches each' if halves else ''}"
+        rule = f"must be a multiple of {each}: {axes.replicas} replica{'s' * (axes.replicas > 1)}{words}"
         refuse("batch", b, rule, -(-b // each) * each)
     if segment_ids is not None and (segment_ids.shape != (b, s) or not jnp.issubdtype(segment_ids.dtype, jnp.integer)):
         have = f"{segment_ids.dtype.name}{list(segment_ids.shape)}"
@@ -235,6 +275,21 @@ def _check_inputs(
     if token_mask is not None and (token_mask.shape != (b, s) or token_mask.dtype != jnp.bool_):
         have = f"{token_mask.dtype.name}{list(token_mask.shape)}"
         refuse("token_mask", have, "must be bools, one a position", f"bool{[b, s]}")
+
+
+def _check_params(params: Params, config: ModelConfig, stacked: bool) -> None:
+    """Refuses parameters of another configuration: a name too many is an option that would do nothing."""
+    optional = {"sinks": config.attention_sinks, "o_bias": config.output_bias}
+    optional |= {f"{name}_bias": config.qkv_bias for name in "qkv"}
+    optional |= {f"{name}_norm": config.qk_norm is not None for name in "qk"}
+    wanted = {"attention_norm", "moe_norm", "q", "k", "v", "o", "moe", *(name for name, has in optional.items() if has)}
+    if set(params) | {"moe_norm"} != wanted:
+        refuse("params names", sorted(params), "must be those of init_decoder(config)['layers']", sorted(wanted))
+    norm = params["attention_norm"].shape
+    shape = (config.num_layers,) * stacked + (config.moe.hidden_size,)
+    if norm != shape:
+        rule = "a stack's have a leading num_layers" if stacked else "one layer's have no leading axis of layers"
+        refuse("params['attention_norm']", list(norm), rule, list(shape))
 
 
 def _fit_experts(params: Params, config: ModelConfig, ranks: int, axis: int) -> Params:
@@ -251,30 +306,25 @@ def _fit_experts(params: Params, config: ModelConfig, ranks: int, axis: int) -> 
 
 
 # Compiled once for a configuration, also where the caller does not jit.
-@functools.partial(jax.jit, static_argnames=("on_rank", "setting"))
-def _alone(
-    on_rank: Callable[..., Any], params: Params, inputs: _Inputs, setting: Setting
-) -> tuple[jax.Array, MoEStats]:
-    return on_rank(params, *inputs, setting)
+@functools.partial(jax.jit, static_argnames=("form", "setting"))
+def _alone(form: Form, params: Params, inputs: _Inputs, setting: Setting) -> tuple[jax.Array, MoEStats]:
+    return form.on_rank(params, *inputs, setting)
 
 
-@functools.partial(jax.jit, static_argnames=("on_rank", "setting", "mesh", "stacked"))
+@functools.partial(jax.jit, static_argnames=("form", "setting", "mesh"))
 def _on_mesh(
-    on_rank: Callable[..., Any],
-    params: Params,
-    inputs: _Inputs,
-    setting: Setting,
-    mesh: Mesh | AbstractMesh,
-    stacked: bool,
+    form: Form, params: Params, inputs: _Inputs, setting: Setting, mesh: Mesh | AbstractMesh
 ) -> tuple[jax.Array, MoEStats]:
     axes, moe = setting.axes, setting.config.moe
     specs: Any = jax.tree.map(lambda _: P(), params)
-    expert = P(None, moe.expert_axis) if stacked else P(moe.expert_axis)
+    expert = P(None, moe.expert_axis) if form.stacked else P(moe.expert_axis)
     specs["moe"]["experts"] = jax.tree.map(lambda _: expert, params["moe"]["experts"])
     rows = P(axes.outer or None)
     tokens = P(*rows, axes.expert)
+    if form.whole:
+        rows = tokens = P(axes.tokens)
     return jax.shard_map(
-        lambda params, inputs: on_rank(params, *inputs, setting),
+        lambda params, inputs: form.on_rank(params, *inputs, setting),
         mesh=mesh,
         in_specs=(specs, (tokens, rows, rows, P())[: len(inputs)]),
         out_specs=(tokens, P()),

@@ -36,7 +36,7 @@ def kv_part(keys: jax.Array, values: jax.Array, plan: KVPlan) -> Part:
     """Keys (normed, rotated) and values, both [B, s, N, D] of one dtype, as what `exchange` takes: rows
     [home rows, 2*N*D].
     """
-    return Part(_to_home(_rows(keys, values), plan.home, plan.slot), plan.counts, plan.capacity)
+    return Part(_moved(_rows(keys, values), plan.home, plan.slot), plan.counts, plan.capacity)
 
 
 def received(part: Part, plan: KVPlan, heads: int) -> KVRows:
@@ -48,7 +48,7 @@ def received(part: Part, plan: KVPlan, heads: int) -> KVRows:
       heads: N.
     """
     batch = plan.source.shape[0]
-    rows = _from_away(part.rows, plan.source.reshape(-1), plan.arrived)  # [B*Z, W]
+    rows = _moved(part.rows, plan.source.reshape(-1), plan.arrived[None])  # [B*Z, W]
     return KVRows(*_apart(rows.reshape(batch, -1, rows.shape[1]), heads))
 
 
@@ -242,35 +242,18 @@ def _take(a: jax.Array, index: jax.Array) -> jax.Array:
 
 
 @jax.custom_vjp
-def _to_home(rows: jax.Array, home: jax.Array, slot: jax.Array) -> jax.Array:
-    """rows [B*s, W] -> [home rows, W]"""
-    return _take(rows, home)
-
-
-def _to_home_forward(rows: Any, home: Any, slot: Any) -> Any:
-    return _to_home(rows, home, slot), slot
-
-
-def _to_home_backward(slot: Any, d_home: Any) -> Any:
-    total = sum(_take(d_home, to).astype(jnp.float32) for to in slot)  # [B*s, W]
-    return jnp.asarray(total).astype(d_home.dtype), None, None
-
-
-_to_home.defvjp(_to_home_forward, _to_home_backward)
-
-
-@jax.custom_vjp
-def _from_away(rows: jax.Array, source: jax.Array, arrived: jax.Array) -> jax.Array:
-    """rows [away rows, W] -> [B*Z, W]"""
+def _moved(rows: jax.Array, source: jax.Array, went: jax.Array) -> jax.Array:
+    """rows [n, W] -> [m, W]: those at source [m]; went [k, n]: where each is then, up to k times, and m where not."""
     return _take(rows, source)
 
 
-def _from_away_forward(rows: Any, source: Any, arrived: Any) -> Any:
-    return _from_away(rows, source, arrived), arrived
+def _moved_forward(rows: Any, source: Any, went: Any) -> Any:
+    return _moved(rows, source, went), went
 
 
-def _from_away_backward(arrived: Any, d_rows: Any) -> Any:
-    return _take(d_rows, arrived), None, None
+def _moved_backward(went: Any, d_moved: Any) -> Any:
+    total = sum(_take(d_moved, to).astype(jnp.float32) for to in went)  # [n, W]
+    return jnp.asarray(total).astype(d_moved.dtype), None, None
 
 
-_from_away.defvjp(_from_away_forward, _from_away_backward)
+_moved.defvjp(_moved_forward, _moved_backward)

@@ -20,8 +20,9 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from jax_ep.block.coship import KV_WAYS
+from jax_ep.block.coship import KV_WAYS, check_config, one_window
 from jax_ep.block.ranges import check_split, counts_of, rooms
+from jax_ep.block.sequential import layer_windows
 from jax_ep.config import MoEConfig, one_of, positive_int, refuse
 from jax_ep.ledger import RoutingCounts, byte_ledger
 from jax_ep.model_config import ModelConfig
@@ -60,14 +61,14 @@ def block_ledger(
       counts: of the routing, as `count_routing` gives them for experts [D, R, T, K], tokens where the form has them;
         of form "sequential" those of both microbatches, which are the halves of each replica's sequences.
       form: "parallel", "sequential" (both microbatches together), or "at_expert": `block_at_experts`.
-      kv: one of KV_WAYS. "all_gather" and "ring" move every row to every rank.
+      kv: one of KV_WAYS, of form "at_expert" the first. "all_gather" and "ring" move every row to every rank.
       split: of the positions.
       batch: B, of form "sequential" an even number.
       sequence, ranks, replicas: S, R, D.
       window: positions that a query sees in this layer, its own among them; None: config.window. Where
-        config.window_layers differ, buffers of form "sequential" have room for all rows.
+        config.window_layers differ, buffers of form "sequential" have room for all rows. Form "at_expert" takes none.
       segment_ids: [D*B, S] integers, as the form takes them; None: one segment.
-      context: of form "at_expert", which reads neither kv, split nor window: [D, R, R] integers, `context_counts` of
+      context: of form "at_expert", which knows its windows from it, alone: [D, R, R] integers, `context_counts` of
         each replica.
       transport: "ragged", "all_to_all" or "all_gather"; None takes config.moe.comm.transport, with "auto" read as
         all_to_all.
@@ -88,7 +89,9 @@ def block_ledger(
         not fit them.
     """
     halves = _check(config, counts, form, kv, split, batch, sequence, ranks, replicas)
-    of_layer, of_buffers = _windows(config, form, window)
+    if form != "at_expert" and context is not None:
+        refuse("context", "given", f"form {form!r} counts its key/value rows itself", None)
+    of_layer, of_buffers = _windows(config, form, window, sequence)
     segments = None if segment_ids is None else _segments(segment_ids, replicas * batch, sequence)
     tokens = batch // len(halves) * sequence // ranks
     at_expert, sequential = form == "at_expert", form == "sequential"
@@ -162,19 +165,13 @@ def _check(
     one_of("kv", kv, KV_WAYS if form != "at_expert" else ("coship",), works="coship")
     for field, value, works in (("batch", batch, 2), ("ranks", ranks, 4), ("replicas", replicas, 1)):
         positive_int(field, value, works)
-    if form != "at_expert":
-        check_split(split, sequence, ranks)
+    check_split(split, sequence, 1 if form == "at_expert" else ranks)
     divisor = {"parallel": 1, "sequential": 2, "at_expert": ranks}[form]
     if batch % divisor:
         what = "two microbatches" if divisor == 2 else f"whole sequences of {ranks} ranks"
         refuse("batch", batch, f"a replica's sequences are {what}", -(-batch // divisor) * divisor)
-    wanted: dict[str, Any] = {"mode": "packed", "num_chunks": 1, "messages": "rank", "capacity_factor": None}
-    if form == "at_expert":
-        wanted |= {"dedup": True, "recv_rows_factor": None, "wire_dtype": None}
-    for field, works in wanted.items():
-        if (value := getattr(config.moe.comm, field)) != works:
-            refuse(field, value, f"form {form!r} takes no other", works)
-    halves = (counts,) if isinstance(counts, RoutingCounts) else tuple(counts)
+    check_config(config, form, whole=form == "at_expert")
+    halves = (counts,) if isinstance(counts, RoutingCounts) or not isinstance(counts, Sequence) else tuple(counts)
     many = 2 if form == "sequential" else 1
     if len(halves) != many or not all(isinstance(half, RoutingCounts) for half in halves):
         have = [type(half).__name__ for half in halves]
@@ -186,18 +183,19 @@ def _check(
     return halves
 
 
-def _windows(config: ModelConfig, form: str, window: int | None) -> tuple[int | None, int | None]:
+def _windows(config: ModelConfig, form: str, window: int | None, sequence: int) -> tuple[int | None, int | None]:
     """Of the layer, and what its buffers are sized for."""
-    windowed = set(config.window_layers or (config.window is not None,))
-    differ = len(windowed) > 1 and form != "at_expert"
-    if window is not None:
+    if form == "at_expert":
+        if window is not None:
+            refuse("window", window, f"form {form!r} has it in its context", None)
+        return None, None
+    if window is None:
+        window = one_window(config)
+    else:
         positive_int("window", window, 4096)
-    elif differ:
-        rule = "window_layers has it differ between layers, and which of them this is nobody says"
-        refuse("window", None, rule, config.window)
-    elif windowed == {True}:
-        window = config.window
-    return window, None if differ and form == "sequential" else window
+    window = None if window is None else min(window, sequence)
+    differ = form == "sequential" and layer_windows(config)[1] is not None
+    return window, None if differ else window
 
 
 def _segments(segment_ids: Any, rows: int, sequence: int) -> np.ndarray:
@@ -210,8 +208,9 @@ def _segments(segment_ids: Any, rows: int, sequence: int) -> np.ndarray:
 
 def _context(context: Any, replicas: int, ranks: int) -> np.ndarray:
     rows = np.asarray(context)
-    if context is None or rows.shape != (replicas, ranks, ranks) or not np.issubdtype(rows.dtype, np.integer):
-        rule = "must be integers, rows that each rank of a replica sends each"
+    whole = rows.shape == (replicas, ranks, ranks) and np.issubdtype(rows.dtype, np.integer)
+    if not whole or rows.min() < 0:
+        rule = "must be integers from 0, rows that each rank of a replica sends each"
         refuse("context", None if context is None else list(rows.shape), rule, [replicas, ranks, ranks])
     return rows
 

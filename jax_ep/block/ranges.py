@@ -57,9 +57,11 @@ def positions(split: str, sequence: int, ranks: int, rank: jax.Array | int) -> j
     """[s] int32, the position of each row of `rank`, rising.
 
     Raises:
-      ConfigError: a sequence that does not divide.
+      ConfigError: a sequence that does not divide; a rank that is none.
     """
     check_split(split, sequence, ranks)
+    if isinstance(rank, int | np.integer) and not 0 <= rank < ranks:
+        refuse("rank", rank, f"must be below ranks={ranks}, from 0", 0)
     chunks = _chunks(split, ranks)
     size = sequence // chunks.size
     first = jnp.asarray(chunks * size, jnp.int32)[rank]  # [M]
@@ -249,8 +251,8 @@ def plan_kv(
       layout: "ragged" (transports ragged and all_gather) or "all_to_all".
 
     Raises:
-      ConfigError: a sequence that does not divide; another split or layout; segments of another shape; a window below
-        1.
+      ConfigError: a sequence that does not divide; another split or layout; a rank that is none; segments of another
+        shape; a window below 1, or a traced one that is no integer.
     """
     check_split(split, sequence, ranks)
     one_of("layout", layout, LAYOUTS)
@@ -299,7 +301,11 @@ def plan_kv(
 def _check(batch: int, sequence: int, window: Any, segments: Any) -> Any:
     """The window, one of integers no wider than the sequence."""
     positive_int("batch", batch, 1)
-    if window is not None and not isinstance(window, jax.Array):
+    if isinstance(window, jax.Array):
+        if window.ndim or not jnp.issubdtype(window.dtype, jnp.integer):
+            refuse("window", f"{window.dtype.name}{list(window.shape)}", "must be one integer", "int32[]")
+        window = window.astype(jnp.int32)
+    elif window is not None:
         positive_int("window", window, sequence)
         window = min(int(window), sequence)
     if segments is not None:

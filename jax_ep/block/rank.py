@@ -51,14 +51,14 @@ class Setting(NamedTuple):
       config: the model's.
       axes: of the mesh.
       transport: of the exchanges, resolved.
-      split: of the positions.
+      split: of the positions; None: sequences are whole on their rank, and no key or value travels.
       kv: how key/value rows travel, one of `coship.KV_WAYS`.
     """
 
     config: ModelConfig
     axes: Axes
     transport: str
-    split: str
+    split: str | None
     kv: str
 
 
@@ -85,13 +85,13 @@ def sequences(
     setting: Setting,
 ) -> Sequences:
     """Sequences of S `positions`; segment_ids and token_mask [b, S], all in order of positions."""
-    axes, config = setting.axes, setting.config
+    axes, config, whole = setting.axes, setting.config, setting.split is None
     plan = plan_kv(
-        setting.split,
+        setting.split or "contiguous",
         batch,
         positions,
-        axes.ranks,
-        _rank(axes),
+        1 if whole else axes.ranks,
+        jnp.int32(0) if whole else _rank(axes),
         window=window,
         segments=segment_ids,
         layout="all_to_all" if setting.transport == "all_to_all" else "ragged",

@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_ep import local
 from jax_ep.attention import NO_WINDOW, rms_norm
@@ -65,7 +66,7 @@ def stack_on_rank(
         back_a, here_b = cross([rank.combine_send(pending_a, setting), rank.dispatch_send(routed_b, setting)], setting)
         x_a = rank.finish(pending_a, back_a, setting)
         pending_b, stats_b = rank.through_experts(layer, x_b, routed_b, here_b, setting)
-        return (x_a, pending_b), _both(stats_a, stats_b)
+        return (x_a, pending_b), both_stats(stats_a, stats_b)
 
     x_a, x_b = halves(x.astype(config.moe.dtype))
     start = (x_a, rank.nothing_pending(x_b, setting))
@@ -75,17 +76,17 @@ def stack_on_rank(
     return jnp.concatenate([x_a, rank.finish(pending_b, back_b, setting)]), jax.vmap(reduce)(stats)
 
 
-def layer_windows(config: ModelConfig) -> tuple[int | None, jax.Array | None]:
+def layer_windows(config: ModelConfig) -> tuple[int | None, np.ndarray | None]:
     """The window that all layers share, or of each layer [Y] int32 where they differ. One that is known before any
     token is makes buffers smaller.
     """
     windowed = config.window_layers or (config.window is not None,)
     if len(set(windowed)) == 1:
         return config.window if windowed[0] else None, None
-    return None, jnp.array([config.window if has else NO_WINDOW for has in windowed], jnp.int32)
+    return None, np.array([config.window if has else NO_WINDOW for has in windowed], np.int32)
 
 
-def _both(a: MoEStats, b: MoEStats) -> MoEStats:
+def both_stats(a: MoEStats, b: MoEStats) -> MoEStats:
     """This rank's sums of both microbatches."""
     total = jax.tree.map(jnp.add, a, b)
     return total._replace(rounds=jnp.maximum(a.rounds, b.rounds))

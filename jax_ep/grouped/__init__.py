@@ -100,7 +100,7 @@ _matmul.defvjp(_matmul_fwd, _matmul_bwd)
 # --------------------------------------------------------------------------------------------------- fused expert MLP
 
 
-@functools.partial(jax.jit, static_argnames=("activation", "expected_rows", "loops", "backend"))
+@functools.partial(jax.jit, static_argnames=("activation", "expected_rows", "loops", "backend", "delay_wgrad"))
 def expert_mlp(
     rows: jax.Array,
     index: jax.Array,
@@ -112,6 +112,7 @@ def expert_mlp(
     expected_rows: int | None = None,
     loops: bool = True,
     backend: str = "auto",
+    delay_wgrad: bool = False,
 ) -> jax.Array:
     """Rows through the experts they are assigned to, added up where they came from.
 
@@ -137,6 +138,8 @@ def expert_mlp(
         often as the data say, since devices would leave it at different times, and wait for each other in collectives
         that the partitioner put inside. All platforms take ragged_dot then: no kernel can be partitioned either.
       backend: as MoEConfig.grouped_backend.
+      delay_wgrad: the backward computes the gradient of rows before those of the experts, which wait for it. On CPU one
+        loop computes both.
 
     Returns:
       [M, H], float32 with weights (the caller rounds once), rows.dtype without. Differentiable in rows, weights and
@@ -150,7 +153,7 @@ def expert_mlp(
     if 0 in (rows.shape[0], index.shape[0], experts.up.shape[0]):
         return jnp.zeros(rows.shape, rows.dtype if weights is None else jnp.float32)
     index, group_sizes = index.astype(jnp.int32), group_sizes.astype(jnp.int32)
-    how = _How(activation, expected_rows, loops, backend)
+    how = _How(activation, expected_rows, loops, backend, delay_wgrad)
     return _mlp(how, rows, index, group_sizes, weights, experts)
 
 
@@ -165,6 +168,7 @@ class _How(NamedTuple):
     expected_rows: int | None
     loops: bool
     backend: str
+    delay_wgrad: bool
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -204,7 +208,7 @@ def _mlp_bwd(
 ) -> tuple[jax.Array, None, None, jax.Array | None, ExpertWeights]:
     args, gate, up = saved
     on_cpu = functools.partial(cpu.mlp_backward, activation=how.activation, expected_rows=how.expected_rows)
-    elsewhere = functools.partial(products.mlp_backward, activation=how.activation)
+    elsewhere = functools.partial(products.mlp_backward, activation=how.activation, delay_wgrad=how.delay_wgrad)
     run = _by_platform(how.backend, how.loops, on_cpu, elsewhere)
     d_rows, d_weights, d_experts = run(*args, gate, up, d_out)
     return d_rows, None, None, d_weights, d_experts

@@ -19,6 +19,8 @@ from typing import NamedTuple, Protocol, TypeVar
 import jax
 import jax.numpy as jnp
 
+from jax_ep.overlap import after
+
 Activation = Callable[[jax.Array | None, jax.Array], jax.Array]
 
 
@@ -178,7 +180,7 @@ def mlp_forward(
     return _added_up(y, index, mask, rows.shape[0], False, jnp.float32), gate, up
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="activation")
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("activation", "delay_wgrad"))
 def mlp_backward(
     products: Products,
     rows: jax.Array,
@@ -191,10 +193,12 @@ def mlp_backward(
     d_out: jax.Array,
     *,
     activation: Activation,
+    delay_wgrad: bool,
 ) -> tuple[jax.Array, jax.Array | None, ExpertWeights]:
     """Gradients of rows [M, H], weights [A] (None without) and experts.
 
-    The factors of the positions go to h, so that the products read x and d_out where they lie, row by row.
+    The factors of the positions go to h, so that the products read x and d_out where they lie, row by row. With
+    delay_wgrad, what the gradients of the experts are computed from waits for those of the rows.
     """
     dtype = rows.dtype
     mask = filled(group_sizes, index.shape[0])
@@ -217,6 +221,11 @@ def mlp_backward(
         d_gate = d_gate.astype(dtype)
         pairs.append((Rows(d_gate), experts.gate))
     d_x = products.product(pairs, group_sizes, jnp.float32, transposed=True)  # [A, H]
+    unique = weights is None
+    d_rows = _added_up(d_x, index, mask, rows.shape[0], unique, dtype if unique else jnp.float32).astype(dtype)
+    h = (h * factor).astype(dtype)
+    if delay_wgrad:
+        d_rows, (x, d_y, h, d_gate, d_up) = after(d_rows, (x, d_y, h, d_gate, d_up))
 
     def gradient(x: Rows, d: Rows, like: jax.Array | None) -> jax.Array | None:
         return None if like is None else products.weight_gradient(x, d, group_sizes, like.dtype)
@@ -231,11 +240,9 @@ def mlp_backward(
     d_experts = ExpertWeights(
         gate=gradient(x, Rows(d_gate), experts.gate),
         up=gradient(x, Rows(d_up), experts.up),
-        down=gradient(Rows((h * factor).astype(dtype)), d_y, experts.down),
+        down=gradient(Rows(h), d_y, experts.down),
         gate_bias=bias_gradient(Rows(d_gate), ones, experts.gate_bias),
         up_bias=bias_gradient(Rows(d_up), ones, experts.up_bias),
         down_bias=bias_gradient(d_y, factor * ones, experts.down_bias),
     )
-    unique = weights is None
-    d_rows = _added_up(d_x, index, mask, rows.shape[0], unique, dtype if unique else jnp.float32)
-    return d_rows.astype(dtype), d_weights, d_experts
+    return d_rows, d_weights, d_experts

@@ -25,6 +25,7 @@ from jax_ep import layer as moe_layer
 from jax_ep import sharding
 from jax_ep.attention import NO_WINDOW, Queries, attend, attention_scale, linear, project, rms_norm, rope_tables
 from jax_ep.block.coship import sequential_stack
+from jax_ep.block.microbatch import microbatch_stack
 from jax_ep.block.ranges import reorder
 from jax_ep.config import refuse
 from jax_ep.layer import RouterBias, moe
@@ -136,7 +137,7 @@ def forward(
     Args:
       params: as `init_decoder` gives them, for this or any other number of ranks.
       input_ids: [B, S] integers in [0, V). Any B and S; what the mesh's token axes divide lies on them. With
-        config.kv_coship B is an even number for each replica.
+        config.kv_coship B is an even number for each replica, with overlap_moe_expert_parallel_comm for each rank.
       config: the model.
       mesh: with the layer's axes; None: the ambient one, or one device.
       attention_mask: [B, S], bool or 0 and 1. Tokens at 0 are padding, before or after the others: nobody attends to
@@ -150,11 +151,13 @@ def forward(
     Raises:
       ConfigError: shapes, dtypes, axes or parameters that do not fit the config.
     """
-    if config.kv_coship is not None:
+    if config.kv_coship is not None or config.overlap_moe_expert_parallel_comm:
         if split_weights:
-            rule = "with kv_coship all layers run inside one shard_map, which takes their weights whole"
+            field = "kv_coship" if config.kv_coship is not None else "overlap_moe_expert_parallel_comm"
+            rule = f"with {field} all layers run inside one shard_map, which takes their weights whole"
             refuse("split_weights", True, rule, False)
-        return _coshipped_forward(params, input_ids, config, mesh, attention_mask)
+        through = _coshipped_forward if config.kv_coship is not None else _microbatched_forward
+        return through(params, input_ids, config, mesh, attention_mask)
     logits, stats, _ = observed_forward(params, input_ids, config, lambda x: None, mesh, attention_mask, split_weights)
     return logits, stats
 
@@ -182,6 +185,22 @@ def _coshipped_forward(
         params["layers"], x, config, mesh=mesh, segment_ids=segments, token_mask=mask, split=split
     )
     x = reorder(x, split, ranks, axis=1, inverse=True)[:, :s]
+    return logits_of(params, x, config), stats
+
+
+def _microbatched_forward(
+    params: Params,
+    input_ids: jax.Array,
+    config: ModelConfig,
+    mesh: Mesh | AbstractMesh | None,
+    attention_mask: jax.Array | None,
+) -> tuple[jax.Array, MoEStats]:
+    """`forward` through `microbatch_stack`."""
+    mask = check_ids(input_ids, attention_mask)
+    place = placement(dataclasses.replace(config.moe, shard_sequence=False), mesh, *input_ids.shape)
+    x = embed(params, input_ids, config, place)
+    segments = None if mask is None else mask.astype(jnp.int32)
+    x, stats = microbatch_stack(params["layers"], x, config, mesh=mesh, segment_ids=segments, token_mask=mask)
     return logits_of(params, x, config), stats
 
 

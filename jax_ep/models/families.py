@@ -30,7 +30,7 @@ _MOST_EXPERTS = 200_000  # over all layers: nobody should wait for what a hostil
 _SAID_OTHERWISE = ("attention_multiplier", "window", "window_layers")
 _HOW_IT_RUNS = ("recompute", "kv_coship", "overlap_moe_expert_parallel_comm")
 _SHARED = ("num_shared_experts", "shared_intermediate_size")
-_PLACES = ("expert_axis", "token_axes", "shard_sequence")
+_PLACES = ("expert_axis", "token_axes", "shard_sequence", "grouped_backend")
 
 
 def config_from_hub(hub: Hub, *, comm: CommConfig | None = None, dtype: Any = None) -> ModelConfig:

@@ -40,6 +40,9 @@ class Dispatched:
     plan: Plan
     window: int | None = dataclasses.field(default=None, metadata={"static": True})
 
+    def with_rows(self, rows: jax.Array) -> Dispatched:
+        return dataclasses.replace(self, rows=rows)
+
 
 def no_sums(params: Any) -> Any:
     """Float32 zeros in the shapes of `params`: where a loop's gradients are added up."""

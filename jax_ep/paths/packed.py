@@ -99,9 +99,13 @@ def outgoing(x: jax.Array, routing: Routing, plan: Plan, config: MoEConfig) -> l
 
 def incoming(arrived: Sequence[Part], plan: Plan, config: MoEConfig) -> Dispatched:
     """What the parts of `outgoing` are on the other side; plan as the exchange returned it."""
+    return _arrived(*(part.rows for part in named(arrived)), plan=plan, config=config)
+
+
+def named(arrived: Sequence[Part]) -> list[Part]:
+    """The parts of `outgoing` on the other side, under the checkpoint names that a policy can keep them by."""
     names = ("moe_dispatched", "moe_counts", "moe_weights")
-    named = (checkpoint_name(part.rows, name) for part, name in zip(arrived, names))
-    return _arrived(*named, plan=plan, config=config)
+    return [part._replace(rows=checkpoint_name(part.rows, name)) for part, name in zip(arrived, names)]
 
 
 def _sent(x: jax.Array, beside: Beside, home: Home, comm: CommConfig) -> list[Part]:

@@ -145,7 +145,7 @@ class TrainConfig:
         if self.batch_size % self.accumulation:
             divisors = (n for n in range(self.accumulation, 0, -1) if self.batch_size % n == 0)
             refuse("accumulation", self.accumulation, f"must divide batch_size={self.batch_size}", next(divisors))
-        self._check_kv_coship()
+        self._check_microbatches()
         most = (_COUNTED - 1) // self.batch_size
         if self.steps > most:
             rule = f"the sequences of steps={self.steps} with batch_size={self.batch_size} must be below {_COUNTED}"
@@ -165,18 +165,19 @@ class TrainConfig:
         if self.seed >= SEEDS:
             refuse("seed", self.seed, f"must be below {SEEDS}", self.seed % SEEDS)
 
-    def _check_kv_coship(self) -> None:
-        """Two halves of each replica's sequences, and weights that are whole."""
-        if self.model.kv_coship is None:
+    def _check_microbatches(self) -> None:
+        """Two halves of the sequences of each replica or rank, and weights that are whole."""
+        model = self.model
+        if model.kv_coship is None and not model.overlap_moe_expert_parallel_comm:
             return
-        each = 2 * self.data_parallel * self.accumulation
+        what, each = f"model.kv_coship={model.kv_coship!r}", 2 * self.data_parallel * self.accumulation
+        places = "2 * data_parallel * accumulation"
+        if model.overlap_moe_expert_parallel_comm:
+            what, each = "model.overlap_moe_expert_parallel_comm=True", each * self.expert_parallel
+            places = "2 * expert_parallel * data_parallel * accumulation"
         if self.batch_size % each:
-            rule = (
-                f"with model.kv_coship={self.model.kv_coship!r} must be a multiple of 2 * data_parallel * accumulation"
-            )
-            refuse("batch_size", self.batch_size, f"{rule} = {each}", -(-self.batch_size // each) * each)
+            rule = f"with {what} must be a multiple of {places} = {each}"
+            refuse("batch_size", self.batch_size, rule, -(-self.batch_size // each) * each)
         if self.shard_weights:
-            rule = (
-                f"with model.kv_coship={self.model.kv_coship!r} all layers run inside one shard_map, on whole weights"
-            )
+            rule = f"with {what} all layers run inside one shard_map, on whole weights"
             refuse("shard_weights", True, rule, False)

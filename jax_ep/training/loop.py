@@ -221,12 +221,15 @@ def _validation(config: TrainConfig, mesh: Mesh, windows: Windows) -> Callable[[
     """Evaluates parameters on the first windows, in batches of a microbatch's size."""
     wanted = min(config.evaluate_sequences, len(windows))
     rows = min(config.batch_size // config.accumulation, wanted)
-    if config.model.kv_coship is not None:  # two halves of a batch on each replica
-        pairs = 2 * config.data_parallel
+    overlap = config.model.overlap_moe_expert_parallel_comm
+    if config.model.kv_coship is not None or overlap:  # two halves of a batch on each replica, or rank
+        pairs = 2 * config.data_parallel * (config.expert_parallel if overlap else 1)
+        field, off = ("overlap_moe_expert_parallel_comm", False) if overlap else ("kv_coship", "none")
         if len(windows) < pairs:
-            rule = f"with kv_coship validation takes {pairs} sequences at once, two for each replica"
+            where = "rank" if overlap else "replica"
+            rule = f"with {field} validation takes {pairs} sequences at once, two for each {where}"
             there = f"the held-out text has {len(windows)} of sequence_length={windows.sequence_length}"
-            works = "more text, a smaller sequence_length or kv_coship=none works"
+            works = f"more text, a smaller sequence_length or {field}={off} works"
             raise ConfigError(f"evaluate_sequences={config.evaluate_sequences}: {rule}, and {there}; {works}")
         rows = max(rows // pairs, 1) * pairs
         wanted = max(wanted, rows)

@@ -48,6 +48,7 @@ _FREE = frozenset(
         "model.kv_coship",
         "model.overlap_moe_expert_parallel_comm",
         *(f"model.moe.{name}" for name in ("comm", "overlap", "expert_axis", "token_axes", "shard_sequence")),
+        "model.moe.grouped_backend",
     ]
 )
 

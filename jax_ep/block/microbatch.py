@@ -1,0 +1,126 @@
+"""Two microbatches half a layer apart, so that each exchange of one has the other's attention or experts beside it.
+
+    combine of b, for the layer before    beside attention of a, and its routing
+    dispatch of a                         beside attention of b, and its routing
+    dispatch of b                         beside experts of a
+    combine of a                          beside experts of b
+
+and after the last layer one more combine of b: as many collectives as the microbatches take one after the other, and
+the same maths. Each line waits for the one before, in the backward from last to first. Sequences are whole on a rank,
+so attention exchanges nothing. (`sequential` is the form whose sequences are split.)
+
+Letters: Y layers, b sequences here, s = S positions, H hidden.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
+
+from jax_ep import local, sharding
+from jax_ep.attention import rms_norm
+from jax_ep.block import rank
+from jax_ep.block.coship import Form, run
+from jax_ep.block.rank import Params, Pending, Sequences, Setting, cross
+from jax_ep.block.sequential import both_stats, layer_windows
+from jax_ep.model_config import ModelConfig
+from jax_ep.overlap import after, refuse_useless
+from jax_ep.paths import packed
+from jax_ep.routing import MoEStats
+
+
+def microbatch_stack(
+    layers: Params,
+    x: jax.Array,
+    config: ModelConfig,
+    *,
+    mesh: Mesh | AbstractMesh | None = None,
+    segment_ids: jax.Array | None = None,
+    token_mask: jax.Array | None = None,
+) -> tuple[jax.Array, MoEStats]:
+    """Y layers x = x + attention(norm(x)), x = x + moe(norm(x)), on the halves of each rank's sequences.
+
+    Works under jit and grad; recomputes in the backward as config.recompute says.
+
+    Args:
+      layers: those of init_decoder's "layers", with their leading Y.
+      x: [B, S, H], B an even number for each rank.
+      config: with overlap_moe_expert_parallel_comm.
+      mesh: with the layer's token axes alone, two ranks or more; None: the ambient one.
+      segment_ids: [B, S] integers. A query sees keys of its own run of equal ones, from whose beginning rotary
+        positions count. None: one run.
+      token_mask: [B, S] bool. Those at False go to no experts and count nowhere.
+
+    Returns:
+      x [B, S, H] in the layer's dtype and MoEStats stacked [Y, ...], as of the whole batch.
+
+    Raises:
+      ConfigError: shapes, meshes or configs that do not go with it.
+    """
+    ambient = sharding.ambient_mesh()
+    whole = ambient if mesh is None else mesh
+    ranks = sharding.layer_axes(config.moe, whole).ranks
+    refuse_useless("overlap_moe_expert_parallel_comm", ranks, () if whole is None else whole.axis_names)
+    form = Form("microbatches", _on_rank, stacked=True, whole=True)
+    return run(form, layers, (x, segment_ids, token_mask), config, mesh)
+
+
+def _on_rank(
+    layers: Params,
+    x: jax.Array,
+    segment_ids: jax.Array | None,
+    token_mask: jax.Array | None,
+    setting: Setting,
+) -> tuple[jax.Array, MoEStats]:
+    """x [b, s, H], b even; layers [Y, ...], experts those held here; segment_ids and token_mask [b, s]."""
+    config = setting.config
+    halves = lambda a: (None, None) if a is None else jnp.split(a, 2)
+    control = list(zip(halves(segment_ids), halves(token_mask)))
+    shared, windows = layer_windows(config)
+
+    def known(window: rank.Window) -> list[Sequences]:
+        return [rank.sequences(x.shape[0] // 2, x.shape[1], *c, window, setting) for c in control]
+
+    everywhere = None if windows is not None else known(shared)
+
+    def body(carry: tuple[jax.Array, Pending], at: Any) -> tuple[Any, MoEStats]:
+        layer, window = at
+        a, b = known(window) if everywhere is None else everywhere
+
+        def attended(x: jax.Array, of: Sequences) -> tuple[jax.Array, rank.Routed]:
+            rows = rank.project_rows(layer, rms_norm(x, layer["attention_norm"], config.norm_eps), of, setting)
+            x = x + rank.attend(layer, rows, None, of, setting)
+            return x, rank.route_tokens(layer, rms_norm(x, layer["moe_norm"], config.norm_eps), of, setting)
+
+        def dispatched(routed: rank.Routed) -> rank.Arrived:
+            (arrived,) = cross([rank.dispatch_send(routed, setting)], setting)
+            assert arrived is not None
+            parts, plan = arrived
+            return packed.named(parts), plan  # before anything waits for them, so that a policy can keep them
+
+        x_a, pending_b = carry
+        (back_b,) = cross([rank.combine_send(pending_b, setting)], setting)
+        x_b, (x_a, routed_a) = after(rank.finish(pending_b, back_b, setting), attended(x_a, a))
+
+        here_a = dispatched(routed_a)
+        (here_a, routed_a), (x_b, routed_b) = after((here_a, routed_a), attended(x_b, b))
+
+        here_b = dispatched(routed_b)
+        pending_a, stats_a = rank.through_experts(layer, x_a, routed_a, here_a, setting)
+        (here_b, routed_b), rows_a = after((here_b, routed_b), pending_a.rows)
+        pending_a = pending_a._replace(rows=rows_a)
+
+        (back_a,) = cross([rank.combine_send(pending_a, setting)], setting)
+        pending_b, stats_b = rank.through_experts(layer, x_b, routed_b, here_b, setting)
+        x_a, rows_b = after(rank.finish(pending_a, back_a, setting), pending_b.rows)
+        return (x_a, pending_b._replace(rows=rows_b)), both_stats(stats_a, stats_b)
+
+    x_a, x_b = halves(x.astype(config.moe.dtype))
+    start = (x_a, rank.nothing_pending(x_b, setting))
+    (x_a, pending_b), stats = jax.lax.scan(local.recomputing(body, config.recompute), start, (layers, windows))
+    (back_b,) = cross([rank.combine_send(pending_b, setting)], setting)
+    reduce = lambda stats: local.reduce_stats(stats, setting.axes)
+    return jnp.concatenate([x_a, rank.finish(pending_b, back_b, setting)]), jax.vmap(reduce)(stats)
