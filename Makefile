@@ -9,6 +9,7 @@
 #   make train                          a small language model on Python's own sources, into out/train; ARGS="steps=2000" goes on
 #   make temporaries                    memory of the layer on 8 x RTX 4090, compiled here: its own environment, about 5 GB
 #   make kernels                        memory of whole layers on the GPU kernels, compiled here for cards that are not here
+#   make inspect                        a host that is not here: does a model fit, and what runs beside the exchanges
 #   make lint                           ruff and mypy
 #   make clean                          removes the environment
 #
@@ -21,7 +22,7 @@ ARGS ?=
 
 RUN := $(VENV)/bin/python
 
-.PHONY: compare generate train test bench bench-gpu temporaries kernels lint clean
+.PHONY: compare generate train test bench bench-gpu temporaries kernels inspect lint clean
 .DELETE_ON_ERROR:
 
 compare: $(VENV)/.installed-plot
@@ -50,6 +51,10 @@ temporaries:
 kernels:
 	$(MAKE) --no-print-directory .venv-aot/.installed-aot VENV=.venv-aot
 	.venv-aot/bin/python scripts/aot_kernels.py $(ARGS)
+
+inspect:
+	$(MAKE) --no-print-directory .venv-aot/.installed-aot .venv-aot/.installed-plot VENV=.venv-aot
+	.venv-aot/bin/python scripts/inspect_host.py $(ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(RUN) -m ruff check .
