@@ -11,7 +11,6 @@ import re
 from typing import TypeVar
 
 import jax
-import jax.numpy as jnp
 
 from jax_ep.config import MoEConfig, refuse
 
@@ -23,17 +22,14 @@ _PIPELINE = ("pipe", "pipeline", "stage", "pp")
 
 
 def after(first: _First, then: _Then) -> tuple[_First, _Then]:
-    """Both as they are; what takes one waits for the other. In the backward, their cotangents do.
+    """Both pytrees as they are; what takes an array of one waits for all of the other. In the backward, cotangents do.
 
     Args:
-      first: pytree whose floating-point arrays are to be ready.
-      then: pytree whose floating-point arrays are to wait.
+      first: what is to be ready.
+      then: what is to wait, integers too: what one rank tells others may hang on them, and a collective in the wrong
+        place holds up all that leads to it.
     """
-    leaves, tree = jax.tree.flatten((first, then))
-    tied = [i for i, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
-    for i, leaf in zip(tied, jax.lax.optimization_barrier([leaves[i] for i in tied])):
-        leaves[i] = leaf
-    return jax.tree.unflatten(tree, leaves)
+    return jax.lax.optimization_barrier((first, then))
 
 
 def check_overlap(config: MoEConfig, ranks: int, mesh_axes: tuple[str, ...]) -> None:
@@ -68,8 +64,17 @@ def check_flags(xla_flags: str) -> None:
     Raises:
       ConfigError: they do.
     """
-    buffers = re.findall(r"--xla_gpu_enable_command_buffer=(\S*)", xla_flags)
-    if buffers and "COLLECTIVES" in buffers[-1].upper().split(","):
-        kept = ",".join(kind for kind in buffers[-1].split(",") if kind.upper() != "COLLECTIVES")
+    recorded, given = False, None
+    for value in re.findall(r"--xla_gpu_enable_command_buffer=(\S*)", xla_flags):
+        kinds = value.upper().split(",")
+        if value.startswith(("+", "-")):  # of XLA's own list, which has no collectives
+            recorded = (recorded or "+COLLECTIVES" in kinds) and "-COLLECTIVES" not in kinds
+        else:
+            recorded = "COLLECTIVES" in kinds
+        given = value
+    if recorded:
+        assert given is not None
+        kept = [kind for kind in given.split(",") if kind.upper().lstrip("+-") != "COLLECTIVES"]
+        kept += ["-COLLECTIVES"] * given.startswith(("+", "-"))
         rule = "collectives in command buffers are not scheduled beside products"
-        refuse("xla_gpu_enable_command_buffer", buffers[-1], rule, kept)
+        refuse("xla_gpu_enable_command_buffer", given, rule, ",".join(kept))

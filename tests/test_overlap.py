@@ -71,7 +71,7 @@ def test_pieces_change_the_program_and_no_value(transport: str, messages: str) -
     assert program != other
 
 
-def test_after_ties_floats_alone_and_both_ways() -> None:
+def test_after_ties_both_and_in_the_backward_too() -> None:
     first, then = {"a": jnp.ones(3), "n": jnp.arange(2)}, (jnp.ones(2), None)
     run = lambda first, then: after(first, then)
     assert jax.tree.map(jnp.shape, run(first, then)) == ({"a": (3,), "n": (2,)}, ((2,), None))
@@ -248,8 +248,17 @@ def test_training_wants_even_batches_and_whole_weights() -> None:
 
 
 def test_collectives_in_command_buffers_are_refused() -> None:
-    flag = "--xla_gpu_enable_command_buffer="
+    name = "xla_gpu_enable_command_buffer"
+    flag = f"--{name}="
     bad = f"--xla_a=1 {flag}FUSION,COLLECTIVES --xla_b"
-    assert refused(lambda: check_flags(bad), "xla_gpu_enable_command_buffer", "not scheduled") == "'FUSION'"
-    for good in ("", f"{flag}FUSION", f"{bad} {flag}"):
+    more = {  # + and - add to XLA's own list
+        bad: "FUSION",
+        f"{flag}+COLLECTIVES": "-COLLECTIVES",
+        f"{flag}-fusion,+collectives": "-fusion,-COLLECTIVES",
+        f"{bad} {flag}+CUBLAS": "+CUBLAS,-COLLECTIVES",
+    }
+    for flags, works in more.items():
+        assert refused(functools.partial(check_flags, flags), name, "not scheduled") == repr(works)
+        check_flags(f"{flags} {flag}{works}")
+    for good in ("", f"{flag}FUSION", f"{bad} {flag}", f"{flag}-COLLECTIVES,+FUSION"):
         check_flags(good)

@@ -26,6 +26,7 @@ from jax_ep.block import rank
 from jax_ep.block.coship import Form, run
 from jax_ep.block.rank import Params, Pending, Sequences, Setting, cross
 from jax_ep.block.sequential import both_stats, layer_windows
+from jax_ep.local import Begun
 from jax_ep.model_config import ModelConfig
 from jax_ep.overlap import after, refuse_useless
 from jax_ep.paths import packed
@@ -90,25 +91,26 @@ def _on_rank(
         layer, window = at
         a, b = known(window) if everywhere is None else everywhere
 
-        def attended(x: jax.Array, of: Sequences) -> tuple[jax.Array, rank.Routed]:
+        def attended(x: jax.Array, of: Sequences) -> tuple[jax.Array, Begun]:
             rows = rank.project_rows(layer, rms_norm(x, layer["attention_norm"], config.norm_eps), of, setting)
             x = x + rank.attend(layer, rows, None, of, setting)
-            return x, rank.route_tokens(layer, rms_norm(x, layer["moe_norm"], config.norm_eps), of, setting)
+            return x, rank.choose_experts(layer, rms_norm(x, layer["moe_norm"], config.norm_eps), of, setting)
 
-        def dispatched(routed: rank.Routed) -> rank.Arrived:
+        def dispatched(begun: Begun) -> tuple[rank.Arrived, rank.Routed]:
+            # Counts cross here, and not beside the other's exchange: schedulers run one collective at a time.
+            routed = rank.plan_tokens(begun, setting)
             (arrived,) = cross([rank.dispatch_send(routed, setting)], setting)
             assert arrived is not None
             parts, plan = arrived
-            return packed.named(parts), plan  # before anything waits for them, so that a policy can keep them
+            return (packed.named(parts), plan), routed  # named before anything waits, so that a policy can keep them
 
         x_a, pending_b = carry
         (back_b,) = cross([rank.combine_send(pending_b, setting)], setting)
-        x_b, (x_a, routed_a) = after(rank.finish(pending_b, back_b, setting), attended(x_a, a))
+        x_b, (x_a, begun_a) = after(rank.finish(pending_b, back_b, setting), attended(x_a, a))
 
-        here_a = dispatched(routed_a)
-        (here_a, routed_a), (x_b, routed_b) = after((here_a, routed_a), attended(x_b, b))
+        (here_a, routed_a), (x_b, begun_b) = after(dispatched(begun_a), attended(x_b, b))
 
-        here_b = dispatched(routed_b)
+        here_b, routed_b = dispatched(begun_b)
         pending_a, stats_a = rank.through_experts(layer, x_a, routed_a, here_a, setting)
         (here_b, routed_b), rows_a = after((here_b, routed_b), pending_a.rows)
         pending_a = pending_a._replace(rows=rows_a)

@@ -164,14 +164,23 @@ class Routed(NamedTuple):
     plan: Plan
 
 
-def route_tokens(params: Params, x: jax.Array, of: Sequences, setting: Setting) -> Routed:
-    """x [b, s, H], normed. On the ragged layout this shares the counts, in a control collective."""
+def choose_experts(params: Params, x: jax.Array, of: Sequences, setting: Setting) -> Begun:
+    """x [b, s, H], normed. No rank hears of another's."""
+    return local.begin(params["moe"], x, of.mask, None, setting.config.moe, setting.axes)
+
+
+def plan_tokens(begun: Begun, setting: Setting) -> Routed:
+    """On the ragged layout this shares the counts, in a control collective."""
     moe, axes = setting.config.moe, setting.axes
-    begun = local.begin(params["moe"], x, of.mask, None, moe, axes)
     with jax.named_scope("plan"):
         ids = [begun.routing.experts]
         (plan,) = paths.make_plans(ids, moe, axis_name=axes.expert, transport=setting.transport, own=False)
     return Routed(begun, plan)
+
+
+def route_tokens(params: Params, x: jax.Array, of: Sequences, setting: Setting) -> Routed:
+    """Both of the above."""
+    return plan_tokens(choose_experts(params, x, of, setting), setting)
 
 
 def dispatch_send(routed: Routed, setting: Setting) -> Send | None:
