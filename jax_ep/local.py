@@ -20,7 +20,7 @@ from jax_ep import paths
 from jax_ep import plan as planning
 from jax_ep.config import MoEConfig
 from jax_ep.experts import apply_experts, shared_mlp
-from jax_ep.overlap import after
+from jax_ep.overlap import after, together_in_backward
 from jax_ep.paths import dense, packed
 from jax_ep.paths.pieces import in_turn
 from jax_ep.plan import Plan
@@ -171,19 +171,21 @@ def routed(
     with jax.named_scope("plan"):
         ids = [r.experts for r in routings]
         plans = paths.make_plans(ids, config, axis_name=axes.expert, transport=transport, own=not own)
-    x_own = x
+    x_own, first_params = x, expert_params
+    if config.overlap.delay_wgrad_compute:  # the last exchange of the backward is that of the first rows
+        xs[0], first_params = together_in_backward(xs[0], expert_params)
     if len(xs) > 1:
-        experts = lambda d: paths.run_experts(expert_fn, d, expert_params, loops)
+        experts = lambda i, d: paths.run_experts(expert_fn, d, expert_params if i else first_params, loops)
         ys, plans, beside, x_own = in_turn(xs, routings, plans, experts, config, beside, x)
     else:
         with jax.named_scope("dispatch"):
-            arrived = paths.dispatch(x, routings[0], plans[0], config)
+            arrived = paths.dispatch(xs[0], routings[0], plans[0], config)
         plans = [arrived.plan]
         if beside is not None:
             rows, beside = after(arrived.rows, beside)
             arrived = arrived.with_rows(rows)
         with jax.named_scope("experts"):
-            rows = paths.run_experts(expert_fn, arrived, expert_params, loops)
+            rows = paths.run_experts(expert_fn, arrived, first_params, loops)
         if own:
             rows, x_own = after(rows, x)
         with jax.named_scope("combine"):

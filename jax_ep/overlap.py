@@ -32,6 +32,19 @@ def after(first: _First, then: _Then) -> tuple[_First, _Then]:
     return jax.lax.optimization_barrier((first, then))
 
 
+@jax.custom_vjp
+def together_in_backward(first: _First, second: _Then) -> tuple[_First, _Then]:
+    """Both pytrees of floating-point arrays as they are, in the backward as by `after`.
+
+    What the gradient of one comes from can then run beside what that of the other does, and nothing moves in the
+    forward.
+    """
+    return first, second
+
+
+together_in_backward.defvjp(lambda first, second: ((first, second), None), lambda _, cotangents: after(*cotangents))
+
+
 def check_overlap(config: MoEConfig, ranks: int, mesh_axes: tuple[str, ...]) -> None:
     """Refuses switches that would do nothing on this mesh, or that are not made for it.
 

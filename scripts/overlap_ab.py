@@ -22,6 +22,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,7 @@ from _text import hidden_states, read_text, sequences
 from jax_ep import make_mesh
 from jax_ep.bench import Timing, compare_runs
 from jax_ep.config import MoEConfig, one_of
+from jax_ep.overlap import check_flags
 from jax_ep.training.config import TrainConfig
 from jax_ep.training.data import Windows, read_documents, split
 
@@ -80,6 +82,7 @@ _TRAINED = ("accumulation", "shard_weights")
 def main(argv: Sequence[str]) -> None:
     args = _arguments(argv)
     refuse_bad_folder(args.out, RECORD, *TRACES)
+    check_flags(os.environ.get("XLA_FLAGS", ""))
     simulate_devices(args.devices, in_order=True)
     switches = [item for item in args.overrides if ":" in item.partition("=")[2]]
     shared = [item for item in args.overrides if item not in switches]

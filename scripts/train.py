@@ -53,6 +53,7 @@ from jax_ep.distributed import Watchdog, join
 from jax_ep.layer import resolve_transport
 from jax_ep.models import save_pretrained
 from jax_ep.models.decoder import Decoder, decoder_shapes, place_params
+from jax_ep.overlap import check_flags
 from jax_ep.training import manifest
 from jax_ep.training.config import TrainConfig
 from jax_ep.training.data import VOCABULARY, Split, Windows, read_documents, split, unigram_entropy
@@ -89,6 +90,8 @@ def _end_now(folder: Path, signum: int) -> NoReturn:
 def _run(args: argparse.Namespace) -> None:
     begun = time.perf_counter()
     config: TrainConfig = override(load_train_config(args.config), args.overrides, elsewhere=SET_ELSEWHERE)
+    if config.model.overlap_moe_expert_parallel_comm:
+        check_flags(os.environ.get("XLA_FLAGS", ""))
     watchdog = Watchdog(args.out, args.deadline)
     refuse_bad_folder(args.out, RECORD, PICTURE, FILE)
     refuse_foreign(args.out)

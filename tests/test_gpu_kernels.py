@@ -36,8 +36,8 @@ SIZES = [
     [3 * TILE, TILE, TILE, 3],
     [1, 1, 1, 1],
 ]
-# Whole tiles; one more and one less than a tile; less than the least tile.
-SIDES = [(32, 32), (33, 31), (15, 65), (1, 3)]
+# Whole tiles; several both ways, as many as in a band, and one element more; one less than a tile; less than the least.
+SIDES = [(32, 32), (33, 97), (15, 31), (1, 3)]
 
 
 def normal(seed: int, shape: Sequence[int], dtype: str = "float32") -> jax.Array:

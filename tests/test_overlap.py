@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import re
 from typing import Any
 
@@ -16,10 +17,13 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 from tiny_models import TINY, tiny_model, with_comm
+from waits import Step, steps, steps_of_scans
 
 from jax_ep import CommConfig, ConfigError, MoEConfig, OverlapConfig, RouterConfig, init_params, make_mesh, moe
 from jax_ep.aot import count_collectives
 from jax_ep.block.microbatch import microbatch_stack
+from jax_ep.experts import swiglu
+from jax_ep.grouped import ExpertWeights, expert_mlp
 from jax_ep.models.decoder import forward, init_decoder, loss
 from jax_ep.overlap import after, check_flags
 from jax_ep.training.config import TrainConfig
@@ -44,14 +48,19 @@ def assert_same(ours: Any, theirs: Any, tolerance: float) -> None:
 # ------------------------------------------------------------------------------------------------------------- layers
 
 
+def loss_of_layer(config: MoEConfig) -> tuple[Any, Any, jax.Array]:
+    """A function on R devices, and its arguments: parameters and x."""
+    mesh = make_mesh(R, devices=jax.devices()[:R])
+    params, x = init_params(config, jax.random.key(0), ranks=R), jax.random.normal(jax.random.key(1), (40, H))
+    return lambda params, x: jnp.square(moe(params, x, config, mesh=mesh)[0]).mean(), params, x
+
+
 @functools.cache
 def layer_run(config: MoEConfig) -> tuple[Any, str]:
     """Loss, gradients of parameters and x; and the program for GPUs."""
-    mesh = make_mesh(R, devices=jax.devices()[:R])
-    params, x = init_params(config, jax.random.key(0), ranks=R), jax.random.normal(jax.random.key(1), (40, H))
-    run = jax.jit(jax.value_and_grad(lambda p, x: jnp.square(moe(p, x, config, mesh=mesh)[0]).mean(), (0, 1)))
-    traced = run.trace(params, x)
-    return traced.lower().compile()(params, x), traced.lower(lowering_platforms=("cuda",)).as_text()
+    loss, *args = loss_of_layer(config)
+    traced = jax.jit(jax.value_and_grad(loss, (0, 1))).trace(*args)
+    return traced.lower().compile()(*args), traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize("comm", [ROOM, dataclasses.replace(ROOM, num_chunks=3), CommConfig(mode="padded")], ids=str)
@@ -69,6 +78,71 @@ def test_pieces_change_the_program_and_no_value(transport: str, messages: str) -
     (off, program), (on, other) = (layer_run(layer(dataclasses.replace(comm, num_chunks=n))) for n in (1, 4))
     assert_same(on, off, 1e-6)
     assert program != other
+
+
+@pytest.mark.parametrize("backend", ["auto", "ragged_dot"])
+def test_delayed_weight_gradients_wait_for_the_gradient_of_rows(backend: str) -> None:
+    rows, index, sizes = jnp.ones((6, H)), jnp.arange(7) % 6, jnp.array([3, 2])
+    experts = ExpertWeights(jnp.ones((2, H, I)), jnp.ones((2, H, I)), jnp.ones((2, I, H)))
+
+    def barriers(delay: bool) -> list[str]:
+        how: dict[str, Any] = {"activation": swiglu, "backend": backend, "delay_wgrad": delay}
+        run = jax.grad(lambda r, e: expert_mlp(r, index, sizes, jnp.ones(7), e, **how).sum(), (0, 1))
+        text = jax.jit(run).trace(rows, experts).lower(lowering_platforms=("cuda",)).as_text()
+        return re.findall(r"optimization_barrier.*", text)
+
+    assert not barriers(False)
+    (barrier,) = barriers(True)
+    # The gradient of rows, then what those of the experts are products of: x, d_y, h, d_gate and d_up.
+    waiting = [f"tensor<6x{H}xf32>", f"tensor<7x{I}xf32>"]
+    assert [barrier.count(kind) for kind in waiting] == [3, 3], barrier
+
+
+def of_kind(found: list[Step], kind: str) -> list[int]:
+    return [i for i, step in enumerate(found) if step.kind == kind]
+
+
+def assert_in_turn(found: list[Step], beside: dict[int, tuple[int, ...]]) -> None:
+    """Every exchange waits for the one before; it and what is said to be beside it (number of an exchange: numbers of
+    runs of experts) wait for nothing of each other.
+    """
+    exchanges, experts = of_kind(found, "exchange"), of_kind(found, "experts")
+    for before, i in itertools.pairwise(exchanges):
+        assert before in found[i].needs, (before, i)
+    for a, several in beside.items():
+        for b in several:
+            i, j = exchanges[a], experts[b]
+            assert i not in found[j].needs, (a, b)
+            assert j not in found[i].needs, (a, b)
+
+
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_shared_experts_are_beside_the_first_dispatch(pieces: int) -> None:
+    comm = dataclasses.replace(ROOM, transport="all_to_all", num_chunks=pieces)
+    found = steps(*loss_of_layer(layer(comm, OverlapConfig(moe_shared_expert_overlap=True))))
+    shared, first = of_kind(found, "shared"), of_kind(found, "exchange")[0]
+    assert len(shared) == 3
+    assert not found[first].needs & {*shared}
+    assert found[of_kind(found, "experts")[0]].needs >= {*shared, first}
+
+
+def test_pieces_go_in_turn_forward_and_backward() -> None:
+    comm = dataclasses.replace(ROOM, transport="all_to_all", num_chunks=3)
+    run, params, x = loss_of_layer(layer(comm))
+    # Experts of the pieces and the rank's own; in the backward its own, and then the pieces from the last on.
+    forward, backward = {1: (0,), 2: (1,), 3: (2,), 4: (3,)}, {5: (4,), 6: (5,), 7: (6,), 8: (7,)}
+    assert_in_turn(steps(run, params, x), forward)
+    assert_in_turn(steps(jax.grad(run, (0, 1)), params, x), forward | backward)
+
+
+def test_microbatches_go_in_turn_forward_and_backward() -> None:
+    config = tiny_model(RouterConfig(2), {"comm": dataclasses.replace(ROOM, transport="all_to_all")}, **{FIELD: True})
+    mesh, ids = make_mesh(2, devices=jax.devices()[:2]), jnp.zeros((4, 3), jnp.int32)
+    params = init_decoder(config, jax.random.key(0), ranks=2)
+    forward, backward = steps_of_scans(jax.grad(lambda p: loss(p, ids, config, mesh=mesh)[0]), params)
+    # Of a layer: combine of b, dispatch of a, of b, combine of a; experts of a and of b, its own and what came.
+    assert_in_turn(forward, {2: (0, 1), 3: (2, 3)})
+    assert_in_turn(backward, {0: (0, 1), 1: (2, 3)})
 
 
 def test_after_ties_both_and_in_the_backward_too() -> None:

@@ -119,6 +119,12 @@ def test_refusals_before_anything_runs(arguments, says, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
+def test_flags_that_take_collectives_from_the_scheduler_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=+COLLECTIVES")
+    with pytest.raises(ConfigError, match="'-COLLECTIVES' works"):
+        overlap_ab.main(["dedup=off:on", "--out", str(tmp_path / "out")])
+
+
 def run(folder, *arguments):
     text = folder / "text.txt"
     text.write_text("what is written here is read in windows of a few bytes each; " * 40)

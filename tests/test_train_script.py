@@ -236,6 +236,12 @@ def test_refusals_come_before_the_work(name, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_flags_that_take_collectives_from_the_scheduler_are_refused_with_overlap(tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_gpu_enable_command_buffer=FUSION,COLLECTIVES")
+    with pytest.raises(ConfigError, match="'FUSION' works"):
+        train.main(["--config", str(TINY), "--out", str(tmp_path), "overlap_moe_expert_parallel_comm=True"])
+
+
 def test_a_folder_that_cannot_be_the_runs_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UsageError, match="file is a file; --out out/train works"):

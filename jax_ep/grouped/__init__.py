@@ -132,7 +132,8 @@ def expert_mlp(
       group_sizes: [G] integers, positions of each expert, with a sum of at most A.
       weights: [A] float32, the factor of each position. None: every factor is 1, and no row has two positions.
       experts: the ExpertWeights, in rows.dtype.
-      activation: (gate [n, I] or None, up [n, I]) -> [n, I], elementwise, hashable.
+      activation: (gate [n, I] or None, up [n, I]) -> [n, I], elementwise, hashable. With a gate it is part of a GPU's
+        kernel, whose operations are fewer: there is no erf.
       expected_rows: how many positions are expected to be filled; None: all. Changes speed only.
       loops: False where the compiler partitions the program further (other Auto axes of a mesh): then no loop turns as
         often as the data say, since devices would leave it at different times, and wait for each other in collectives

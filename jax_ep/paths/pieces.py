@@ -47,12 +47,12 @@ def in_turn(
     xs: Sequence[jax.Array],
     routings: Sequence[Routing],
     plans: Sequence[Plan],
-    experts: Callable[[Dispatched], jax.Array],
+    experts: Callable[[int, Dispatched], jax.Array],
     config: MoEConfig,
     first: jax.Array | None,
     last: jax.Array,
 ) -> Combined:
-    """Pieces [T, H], two or more, of plans without the rank's own rows; experts: arrived rows to rows [C, H].
+    """Pieces [T, H], two or more, of plans without the rank's own rows; experts: (piece, arrived rows) to rows [C, H].
 
     first, last: floating point, see Combined.
     """
@@ -90,7 +90,7 @@ def in_turn(
             if following is not None:
                 arrived.append(packed.incoming(*came[-1], config))
         with jax.named_scope("experts"):
-            back = experts(here.with_rows(rows))
+            back = experts(i, here.with_rows(rows))
     (back, ys[-1]), last = after((back, ys[-1]), last)
     with jax.named_scope("combine"):
         ys.append(home(count - 1, *cross(combine(count - 1, back))))

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jax_ep.overlap import after
 from jax_ep.paths.common import Dispatched, ExpertFn, add, as_gradients, no_sums
 from jax_ep.plan import before
 
@@ -29,7 +30,9 @@ def run_experts(expert_fn: ExpertFn, dispatched: Dispatched, params: Any, loops:
         return expert_fn(d.rows, d.index, d.group_sizes, d.weights, params)
     assert d.weights is not None, "what is summed up over windows is weighted"
     first = expert_fn(d.rows, *_window(d.index, d.group_sizes, d.weights, window, 0), params)
-    return first + _later(expert_fn, window, d.rows, d.index, d.group_sizes, d.weights, params)
+    # In turn, so that no scheduler takes a loop that does not turn for work to put beside an exchange.
+    first, rows = after(first, d.rows)
+    return first + _later(expert_fn, window, rows, d.index, d.group_sizes, d.weights, params)
 
 
 def _window(
