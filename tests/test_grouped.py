@@ -230,7 +230,8 @@ def mlp_and_gradients(backend: str, name: str, weighted: bool) -> Callable[..., 
             out, gate, up = cpu.mlp_forward(*args, activation=activation, expected_rows=5, save=True)
             return out, *cpu.mlp_backward(*args, gate, up, d_out, activation=activation, expected_rows=5)
         out, gate, up = products.mlp_forward(PRODUCTS[backend], *args, activation=activation, save=True)
-        return out, *products.mlp_backward(PRODUCTS[backend], *args, gate, up, d_out, activation=activation)
+        how = {"activation": activation, "delay_wgrad": backend == "kernels"}  # which changes no value
+        return out, *products.mlp_backward(PRODUCTS[backend], *args, gate, up, d_out, **how)
 
     return jax.jit(through)
 

@@ -193,7 +193,7 @@ def mlp_backward(
     d_out: jax.Array,
     *,
     activation: Activation,
-    delay_wgrad: bool,
+    delay_wgrad: bool = False,
 ) -> tuple[jax.Array, jax.Array | None, ExpertWeights]:
     """Gradients of rows [M, H], weights [A] (None without) and experts.
 
