@@ -14,6 +14,8 @@ from jax_ep.aot import count_collectives, host_calls
 from jax_ep.block.coship import parallel_block, sequential_stack
 from jax_ep.models.decoder import init_decoder
 
+pytestmark = pytest.mark.slow
+
 RANKS, LAYERS, B, S, H = 4, 3, 4, 32, 16
 
 

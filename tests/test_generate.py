@@ -20,6 +20,8 @@ from jax_ep.engine import Engine
 from jax_ep.models import from_pretrained
 from jax_ep.sampling import Sampling
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parent.parent
 MIXTRAL = ROOT / "tests" / "golden" / "mixtral"
 

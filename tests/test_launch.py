@@ -23,6 +23,8 @@ from _common import UsageError
 from _launch import RankFailure
 from jax_ep.distributed import INDEX, Watchdog, join
 
+pytestmark = pytest.mark.slow
+
 NAMED_S = 8  # deadline of the watchdog below
 
 

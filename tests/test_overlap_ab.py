@@ -163,6 +163,7 @@ SIZES = ["batch_size=8", "sequence_length=8", "hidden_size=16", "intermediate_si
 SIZES += ["expert_parallel=4"]
 
 
+@pytest.mark.slow
 def test_a_layer(tmp_path):
     record, said = run(tmp_path, "--routing", "recorded", "num_chunks=1:2", *SIZES)
     assert list(record["sides"]) == ["num_chunks=1", "num_chunks=2"]
@@ -181,6 +182,7 @@ def test_a_layer(tmp_path):
     ]
 
 
+@pytest.mark.slow
 def test_training_steps(tmp_path):
     record, said = run(tmp_path, "--train", TRAINING, "--switch", "dedup=off,on")
     assert list(record["sides"]) == ["dedup=False", "dedup=True"] and record["workload"]["kind"] == "train"

@@ -11,6 +11,8 @@ import _sweep
 import compare
 from jax_ep import CommConfig, MoEConfig, RouterConfig, byte_ledger, count_routing
 
+pytestmark = pytest.mark.slow
+
 B, S, H, E, K, R = 4, 12, 32, 8, 4, 4
 SIZES = f"batch_size={B} sequence_length={S} moe.hidden_size={H} intermediate_size=16 num_experts={E} top_k={K}".split()
 FIELDS = ["dedup", "num_chunks", "recv_rows_factor", "wire_dtype", "messages", "transport"]

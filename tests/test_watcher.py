@@ -28,6 +28,8 @@ from jax_ep.watcher import (
     read,
 )
 
+pytestmark = pytest.mark.slow
+
 DEADLINE = 20
 
 
