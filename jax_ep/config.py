@@ -116,8 +116,9 @@ class CommConfig:
         travel beside it, and one sum comes back. The sum is taken in float32 and rounded to the layer's dtype once a
         rank, so it rounds otherwise than without dedup. Balanced rows, of which the receive buffer holds
         recv_rows_factor times, are then those of a uniform routing, `jax_ep.plan.rows_a_token` of them a token.
-      num_chunks: the tokens of a rank go in this many pieces, each with its own exchanges and buffers, so that one
-        piece's can run beside another's experts. Rows for the rank's own experts then take part in no exchange.
+      num_chunks: the tokens of a rank go in this many pieces n with buffers of their own, in n + 2 exchanges, each
+        beside another piece's experts (`jax_ep.paths.pieces`; with messages "expert" in 2 n). Rows for the rank's own
+        experts then take part in no exchange, and go through them beside the last.
       wire_dtype: "int8" or "float8_e4m3fn": rows travel to their experts so, with one float32 scale a block of 128
         values (see `transport.wire`); they come back in the layer's dtype, and gradients pass straight through the
         rounding and travel unquantised. Rows for the rank's own experts are rounded as well, so that a result depends
