@@ -128,7 +128,7 @@ def _identity(
 
 
 def print_table(record: dict[str, Any]) -> None:
-    console = Console(width=170, highlight=False)
+    console = Console(width=210, highlight=False)
     w = record
     console.print(f"\ncompiled for {w['ranks']} x {w['card']}, not run; jax {w['jax']}", style="bold")
     console.print(
