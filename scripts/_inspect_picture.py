@@ -38,7 +38,7 @@ def draw(products: list[Bar], collectives: list[Bar], record: dict[str, Any]) ->
     waiting = {one["name"] for one in record["collectives"] if one["host_synchronous"]}
     total = max(bar.end for bar in (*products, *collectives))
     scale = 1e3 if total >= 1e-3 else 1e6
-    figure, axes = plt.subplots(figsize=(13, 4.4), layout="constrained")
+    figure, axes = plt.subplots(figsize=(13, 4.7), layout="constrained")
     used = set[str]()
 
     def bar(row: float, start: float, end: float, colour: str) -> None:
@@ -121,4 +121,7 @@ def _title(w: dict[str, Any]) -> str:
     where = f"{w['host']}, {w['tokens']} tokens a device"
     flags = ", flags off" if "scheduler=false" in w["flags"] else ""
     said = f"modelled, not measured: {hidden} of the exchanges of rows hidden, {of} of what could be"
-    return f"{w['config']}, {w['compiled']}, {task}, {where}\nnum_chunks={w['num_chunks']}{flags}; {said}"
+    if not ms["rows_communication"]:
+        said = "modelled, not measured: no exchange of rows"
+    how = ", ".join([f"num_chunks={w['num_chunks']}", *w["switches"]])
+    return f"{w['config']}, {w['compiled']}, {task}, {where}\n{how}{flags}\n{said}"

@@ -38,6 +38,8 @@ def make_record(asked: Asked, compiled: Compiled, schedule: Schedule, saved: Sav
         "tokens": asked.tokens,
         "context": asked.context if asked.task == "decode" else None,
         "compiled": "one MoE layer" if asked.layers is None else f"{asked.layers} layers with attention",
+        "switches": [f.name for f in dataclasses.fields(asked.moe.overlap) if getattr(asked.moe.overlap, f.name)]
+        + ["overlap_moe_expert_parallel_comm"] * asked.config.overlap_moe_expert_parallel_comm,
         "num_chunks": moe.comm.num_chunks,
         "overlap": dataclasses.asdict(moe.overlap),
         "dtype": moe.dtype,
@@ -181,12 +183,18 @@ def _memory_warnings(asked: Asked, record: dict[str, Any]) -> list[str]:
     if total <= card:
         share = "XLA_PYTHON_CLIENT_MEM_FRACTION=0.95"
         return [f"JAX takes {XLA_SHARE:.0%} of a card, which is less than this needs; {share} gives it more"]
-    options = ["fewer --tokens"]
+    held = sum(
+        line["bytes"] for line in record["arithmetic"] if line["key"] in ("parameters", "optimizer", "gradients")
+    )
+    options = ["fewer --tokens"] if held < card else []
     if asked.task == "train":
+        if asked.moe.comm.num_chunks > 1:
+            options.insert(0, "num_chunks=1")
         options.insert(0, "shard_weights=True of training spreads all but experts")
         if asked.config.recompute != "full":
             options.insert(0, "recompute=full")
-    return [f"does not fit: {(total - card) / 1e9:.1f} GB too much on each device; {', '.join(options)} need less"]
+    instead = f"{', '.join(options)} need less" if options else "the weights alone leave no room"
+    return [f"does not fit: {(total - card) / 1e9:.1f} GB too much on each device; {instead}"]
 
 
 def devices_needed(asked: Asked, temporaries: int, saved: Saved | None) -> int | None:
@@ -248,13 +256,13 @@ def _print_collectives(console: Console, w: dict[str, Any]) -> None:
         f"{ms['hideable']:.3f} ms: hidden of hideable {percent(w['hidden_of_hideable'])}",
         style="bold",
     )
-    if w["task"] == "train" and ms["rows_communication"] < 0.9 * ms["communication"]:
-        fraction, of = (
-            ms["rows_hidden"] / ms[name] if ms[name] else None for name in ("rows_communication", "rows_hideable")
-        )
+    fraction, of = (
+        ms["rows_hidden"] / ms[name] if ms[name] else None for name in ("rows_communication", "rows_hideable")
+    )
+    if ms["rows_communication"] < 0.9 * ms["communication"] or of is None or abs(of - w["hidden_of_hideable"]) > 0.05:
         console.print(
             f"of the exchanges of rows alone, {ms['rows_communication']:.3f} ms: hidden {percent(fraction)}, hidden of "
-            f"hideable {percent(of)} (the rest sums gradients of what every device holds)",
+            f"hideable {percent(of)} (the rest is counts, and sums of what every device holds)",
             style="bold",
         )
     console.print(

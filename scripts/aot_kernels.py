@@ -46,7 +46,7 @@ from _common import (
 )
 from jax_ep import MoEConfig, moe
 from jax_ep.aot.hosts import cards, described_devices
-from jax_ep.config import CommConfig
+from jax_ep.config import CommConfig, positive_int
 from jax_ep.layer import init_params, param_shardings
 
 CONFIGS = "mixtral_8x7b,qwen3_30b_a3b,deepseek_moe_16b"
@@ -94,6 +94,7 @@ def _arguments(argv: Sequence[str]) -> argparse.Namespace:
         if key != "tokens":
             raise UsageError(f"unknown key {key!r}{nearest(key, ['tokens'])}")
         args.tokens = parse_value(key, text, int)
+        positive_int(key, args.tokens, 4096)
     return args
 
 

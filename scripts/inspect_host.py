@@ -59,6 +59,8 @@ def main(argv: Sequence[str]) -> None:
     if args.picture and importlib.util.find_spec("matplotlib") is None:
         raise UsageError("the picture needs matplotlib, which is not here; pip install matplotlib, or --no-picture")
     refuse_bad_folder(args.out, RECORD, PICTURE)
+    if args.text is not None:
+        refuse_bad_folder(args.text.parent, args.text.name)
     console, start = Console(stderr=True), time.perf_counter()
     mesh = host_mesh(asked.host)
     console.print(f"compiling for {asked.host.devices} devices of {asked.host.name}", style="dim")
@@ -117,16 +119,27 @@ def read_arguments(args: argparse.Namespace) -> Asked:
     tokens = TOKENS[task] if args.tokens is None else args.tokens
     positive_int("--tokens", tokens, TOKENS[task])
     positive_int("--context", args.context, 4096)
-    layers = args.layers
-    if layers is None and config.overlap_moe_expert_parallel_comm:
-        layers = OVERLAPPED
+    layers, overlapped = args.layers, config.overlap_moe_expert_parallel_comm
+    if task == "decode" and (layers is not None or overlapped):
+        what = "--layers" if layers is not None else "overlap_moe_expert_parallel_comm=True"
+        raise UsageError(f"{what}: whole layers are those of training and prefill, without a cache; --prefill works")
+    if task != "train" and late and override(config.moe, [_of_moe(each) for each in late]).overlap.delay_wgrad_compute:
+        raise UsageError(f"delay_wgrad_compute=True: there is no backward in {task}; --train works")
+    if layers is None and overlapped:
+        layers = min(OVERLAPPED, config.num_layers)
     if layers is not None:
         config = override(model, given)
         positive_int("--layers", layers, OVERLAPPED)
         if layers > config.num_layers:
-            raise UsageError(f"--layers {layers}: the model has {config.num_layers}; --layers {OVERLAPPED} works")
-    moe = config.moe if layers is not None else override(config.moe, [each.rpartition("moe.")[2] for each in late])
+            raise UsageError(
+                f"--layers {layers}: the model has {config.num_layers}; --layers {config.num_layers} works"
+            )
+    moe = config.moe if layers is not None else override(config.moe, [_of_moe(each) for each in late])
     return Asked(host, config, moe, Path(args.config).stem, task, tokens, args.context, args.flags == "on", layers)
+
+
+def _of_moe(item: str) -> str:
+    return item.rpartition("moe.")[2]
 
 
 def _last_name(item: str) -> str:

@@ -173,8 +173,10 @@ def test_arguments_are_those_of_the_model() -> None:
     delayed = asked("delay_wgrad_compute=True", "num_chunks=2")  # which a layer may have, and a model not alone
     assert delayed.moe.overlap.delay_wgrad_compute and delayed.moe.comm.num_chunks == 2
     assert not delayed.config.moe.overlap.delay_wgrad_compute
-    two = asked("--decode", "--flags", "off", "--layers", "3", "param_dtype=bfloat16")
-    assert (two.task, two.tokens, two.flags, two.layers) == ("decode", 8, False, 3)
+    two = asked("--decode", "--flags", "off", "param_dtype=bfloat16")
+    assert (two.task, two.tokens, two.flags, two.layers) == ("decode", 8, False, None)
+    assert asked("--prefill", "--layers", "3").layers == 3
+    assert asked("--config", "tiny_lm", "overlap_moe_expert_parallel_comm=True").layers == 2  # of two
     assert asked("--prefill").config.moe.param_dtype == "bfloat16"
 
 
@@ -189,6 +191,9 @@ def test_arguments_are_those_of_the_model() -> None:
         ["--devices", "0"],
         ["--tokens", "-1"],
         ["--layers", "100"],
+        ["--decode", "--layers", "2"],
+        ["--decode", "overlap_moe_expert_parallel_comm=True"],
+        ["--prefill", "delay_wgrad_compute=True"],
         ["--flag", "on"],
     ],
 )

@@ -152,7 +152,7 @@ def _host_of(said: dict[str, Any], path: Path) -> Host:
     base = said.pop("like", None)
     have: dict[str, Any] = {"name": path.stem}
     if base is not None:
-        if base not in _HOSTS:
+        if not isinstance(base, str) or base not in _HOSTS:
             refuse("like", base, f"must be one of {', '.join(_HOSTS)}", "8xrtx4090")
         have = dataclasses.asdict(_HOSTS[base]) | have
     for key in said:
