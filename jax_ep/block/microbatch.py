@@ -14,18 +14,15 @@ Letters: Y layers, b sequences here, s = S positions, H hidden.
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
-import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from jax_ep import local, sharding
+from jax_ep import sharding
 from jax_ep.attention import rms_norm
 from jax_ep.block import rank
 from jax_ep.block.coship import Form, run
 from jax_ep.block.rank import Params, Pending, Sequences, Setting, cross
-from jax_ep.block.sequential import both_stats, layer_windows
+from jax_ep.block.sequential import Halves, both_stats, halves_through
 from jax_ep.local import Begun
 from jax_ep.model_config import ModelConfig
 from jax_ep.overlap import after, refuse_useless
@@ -78,19 +75,8 @@ def _on_rank(
 ) -> tuple[jax.Array, MoEStats]:
     """x [b, s, H], b even; layers [Y, ...], experts those held here; segment_ids and token_mask [b, s]."""
     config = setting.config
-    halves = lambda a: (None, None) if a is None else jnp.split(a, 2)
-    control = list(zip(halves(segment_ids), halves(token_mask)))
-    shared, windows = layer_windows(config)
 
-    def known(window: rank.Window) -> list[Sequences]:
-        return [rank.sequences(x.shape[0] // 2, x.shape[1], *c, window, setting) for c in control]
-
-    everywhere = None if windows is not None else known(shared)
-
-    def body(carry: tuple[jax.Array, Pending], at: Any) -> tuple[Any, MoEStats]:
-        layer, window = at
-        a, b = known(window) if everywhere is None else everywhere
-
+    def one(layer: Params, a: Sequences, b: Sequences, x_a: jax.Array, pending_b: Pending) -> Halves:
         def attended(x: jax.Array, of: Sequences) -> tuple[jax.Array, Begun]:
             rows = rank.project_rows(layer, rms_norm(x, layer["attention_norm"], config.norm_eps), of, setting)
             x = x + rank.attend(layer, rows, None, of, setting)
@@ -104,7 +90,6 @@ def _on_rank(
             parts, plan = arrived
             return (packed.named(parts), plan), routed  # named before anything waits, so that a policy can keep them
 
-        x_a, pending_b = carry
         (back_b,) = cross([rank.combine_send(pending_b, setting)], setting)
         x_b, (x_a, begun_a) = after(rank.finish(pending_b, back_b, setting), attended(x_a, a))
 
@@ -118,11 +103,6 @@ def _on_rank(
         (back_a,) = cross([rank.combine_send(pending_a, setting)], setting)
         pending_b, stats_b = rank.through_experts(layer, x_b, routed_b, here_b, setting)
         x_a, rows_b = after(rank.finish(pending_a, back_a, setting), pending_b.rows)
-        return (x_a, pending_b._replace(rows=rows_b)), both_stats(stats_a, stats_b)
+        return x_a, pending_b._replace(rows=rows_b), both_stats(stats_a, stats_b)
 
-    x_a, x_b = halves(x.astype(config.moe.dtype))
-    start = (x_a, rank.nothing_pending(x_b, setting))
-    (x_a, pending_b), stats = jax.lax.scan(local.recomputing(body, config.recompute), start, (layers, windows))
-    (back_b,) = cross([rank.combine_send(pending_b, setting)], setting)
-    reduce = lambda stats: local.reduce_stats(stats, setting.axes)
-    return jnp.concatenate([x_a, rank.finish(pending_b, back_b, setting)]), jax.vmap(reduce)(stats)
+    return halves_through(one, layers, x, segment_ids, token_mask, setting)

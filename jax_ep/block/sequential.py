@@ -12,7 +12,8 @@ Letters: Y layers, b sequences here, s positions here, S positions of a sequence
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,9 @@ from jax_ep.block.rank import Params, Pending, Sequences, Setting, cross
 from jax_ep.model_config import ModelConfig
 from jax_ep.routing import MoEStats
 
+# x [b/2, s, H] of the one half, what is pending of the other, and the layer's statistics.
+Halves: TypeAlias = tuple[jax.Array, Pending, MoEStats]
+
 
 def stack_on_rank(
     layers: Params,
@@ -35,21 +39,9 @@ def stack_on_rank(
 ) -> tuple[jax.Array, MoEStats]:
     """x [b, s, H], b even; layers [Y, ...], experts those held here; segment_ids and token_mask [b, S]."""
     config = setting.config
-    positions = x.shape[1] * setting.axes.ranks
-    halves = lambda a: (None, None) if a is None else jnp.split(a, 2)
-    control = list(zip(halves(segment_ids), halves(token_mask)))
-    shared, windows = layer_windows(config)
 
-    def known(window: rank.Window) -> list[Sequences]:
-        return [rank.sequences(x.shape[0] // 2, positions, *c, window, setting) for c in control]
-
-    everywhere = None if windows is not None else known(shared)
-
-    def body(carry: tuple[jax.Array, Pending], at: Any) -> tuple[Any, MoEStats]:
-        layer, window = at
-        a, b = known(window) if everywhere is None else everywhere
+    def one(layer: Params, a: Sequences, b: Sequences, x_a: jax.Array, pending_b: Pending) -> Halves:
         norm = lambda which, x: rms_norm(x, layer[f"{which}_norm"], config.norm_eps)
-        x_a, pending_b = carry
 
         rows_a = rank.project_rows(layer, norm("attention", x_a), a, setting)
         kv_a, back_b = cross([rank.kv_send(rows_a, a, setting), rank.combine_send(pending_b, setting)], setting)
@@ -66,7 +58,41 @@ def stack_on_rank(
         back_a, here_b = cross([rank.combine_send(pending_a, setting), rank.dispatch_send(routed_b, setting)], setting)
         x_a = rank.finish(pending_a, back_a, setting)
         pending_b, stats_b = rank.through_experts(layer, x_b, routed_b, here_b, setting)
-        return (x_a, pending_b), both_stats(stats_a, stats_b)
+        return x_a, pending_b, both_stats(stats_a, stats_b)
+
+    return halves_through(one, layers, x, segment_ids, token_mask, setting)
+
+
+def halves_through(
+    one: Callable[[Params, Sequences, Sequences, jax.Array, Pending], Halves],
+    layers: Params,
+    x: jax.Array,
+    segment_ids: jax.Array | None,
+    token_mask: jax.Array | None,
+    setting: Setting,
+) -> tuple[jax.Array, MoEStats]:
+    """The halves of x [b, s, H] through a scan of `one` over layers, and the last combine of the second.
+
+    Args:
+      one: a layer, of what is known of either half, x of the first, and what is pending of the second.
+      layers, x, segment_ids, token_mask, setting: as of `stack_on_rank`.
+    """
+    config = setting.config
+    positions = x.shape[1] * (1 if setting.split is None else setting.axes.ranks)
+    halves = lambda a: (None, None) if a is None else jnp.split(a, 2)
+    control = list(zip(halves(segment_ids), halves(token_mask)))
+    shared, windows = layer_windows(config)
+
+    def known(window: rank.Window) -> list[Sequences]:
+        return [rank.sequences(x.shape[0] // 2, positions, *c, window, setting) for c in control]
+
+    everywhere = None if windows is not None else known(shared)
+
+    def body(carry: tuple[jax.Array, Pending], at: Any) -> tuple[Any, MoEStats]:
+        layer, window = at
+        a, b = known(window) if everywhere is None else everywhere
+        x_a, pending_b, stats = one(layer, a, b, *carry)
+        return (x_a, pending_b), stats
 
     x_a, x_b = halves(x.astype(config.moe.dtype))
     start = (x_a, rank.nothing_pending(x_b, setting))

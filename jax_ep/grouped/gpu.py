@@ -56,7 +56,8 @@ class Kernels(NamedTuple):
         biases = [bias for bias in (experts.gate_bias, experts.up_bias) if bias is not None]
         body = functools.partial(
             _hidden_kernel,
-            form=_Form(tiles, groups, depth, columns, x.at is not None, False),
+            form=_Form(tiles, groups, depth, columns, False),
+            indexed=x.at is not None,
             activation=activation,
             biases=(experts.gate_bias is not None, experts.up_bias is not None),
         )
@@ -80,7 +81,7 @@ class Kernels(NamedTuple):
         bits = x.values.dtype.itemsize * 8
         tiles = self.tiles or product_tiles(x.positions / groups, columns, depth, bits)
         indexed = tuple(rows.at is not None for rows, _ in pairs)
-        form = _Form(tiles, groups, depth, columns, False, transposed)
+        form = _Form(tiles, groups, depth, columns, transposed)
         body = functools.partial(_product_kernel, form=form, indexed=indexed)
         arguments = [a for rows, w in pairs for a in (*_rows_arguments(rows), w)]
         results = [((x.positions, columns), dtype)]
@@ -131,7 +132,6 @@ class _Form(NamedTuple):
     groups: int
     depth: int
     columns: int
-    indexed: bool
     transposed: bool
 
 
@@ -253,12 +253,13 @@ def _hidden_kernel(
     count_ref: Ref,
     *refs: Ref,
     form: _Form,
+    indexed: bool,
     activation: Activation,
     biases: tuple[bool, bool],
 ) -> None:
     at = _Tile.here(form, group_ref, first_ref, count_ref)
     given = iter(refs)
-    x_ref, index_ref = next(given), next(given) if form.indexed else None
+    x_ref, index_ref = next(given), next(given) if indexed else None
     weights = [next(given), next(given)]
     bias_refs = [next(given) if has else None for has in biases]
     h_ref, *saved = given
