@@ -1,8 +1,6 @@
 """compare.py --block, in this process on its simulated devices, and block_links.py between processes."""
 
-import contextlib
 import dataclasses
-import io
 import json
 import os
 import subprocess
@@ -11,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from compare_runs import run_compare
 from tiny_models import TINY
 
 import _block
@@ -33,36 +32,8 @@ KV_ROW = 2 * 1 * 4 * 4
 WAYS = ["coship", "separate", "all_gather", "ring"]
 
 
-@dataclasses.dataclass
-class Run:
-    """What one call of compare.py --block wrote, and the bench that it made."""
-
-    record: dict
-    png: bytes
-    stdout: str
-    bench: _block.BlockBench
-
-
 def run_here(folder, *arguments):
-    made = []
-
-    class Recorded(_block.BlockBench):
-        def __init__(self, *args):
-            super().__init__(*args)
-            made.append(self)
-
-    (folder / "some.txt").write_bytes(bytes(range(32, 127)) * 3)
-    out = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
-        patch.chdir(folder)
-        patch.setenv("XLA_FLAGS", "")
-        patch.setattr(compare, "BlockBench", Recorded)
-        compare.main([*SIZES, "--text", "some.txt", "--runs", "2", "--warmup", "0", *arguments])
-    files = folder / "out" / "block"
-    assert sorted(file.name for file in files.iterdir()) == ["block.json", "block.png"]
-    return Run(
-        json.loads((files / "block.json").read_text()), (files / "block.png").read_bytes(), out.getvalue(), *made
-    )
+    return run_compare(folder, "block", "BlockBench", [*SIZES, *arguments])
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,11 @@
 """compare.py with packed's options: alone, as overrides, and swept. In this process, on its simulated devices."""
 
-import contextlib
 import dataclasses
-import io
-import json
 
 import pytest
+from compare_runs import run_compare
 
 import _sweep
-import compare
 from jax_ep import CommConfig, MoEConfig, RouterConfig, byte_ledger, count_routing
 
 pytestmark = pytest.mark.slow
@@ -31,42 +28,16 @@ VARIANTS = {
 }
 
 
-@dataclasses.dataclass
-class Run:
-    """What one call of compare.py wrote, and the bench that it made."""
-
-    record: dict
-    png: bytes
-    stdout: str
-    bench: compare.Bench
-
-    def ledger(self, **comm):
-        """Of the layer's own routing, with these options."""
-        config = dataclasses.replace(self.bench.config, comm=CommConfig(**comm))
-        replicas, ranks = self.bench.mesh.devices.shape
-        counts = count_routing(self.bench.experts, config, ranks=ranks, replicas=replicas)
-        return byte_ledger(config, counts)
+def ledger_of(run, **comm):
+    """Of the layer's own routing, with these options."""
+    config = dataclasses.replace(run.bench.config, comm=CommConfig(**comm))
+    replicas, ranks = run.bench.mesh.devices.shape
+    counts = count_routing(run.bench.experts, config, ranks=ranks, replicas=replicas)
+    return byte_ledger(config, counts)
 
 
 def run_here(folder, name, *arguments):
-    made = []
-
-    class Recorded(compare.Bench):
-        def __init__(self, *args):
-            super().__init__(*args)
-            made.append(self)
-
-    (folder / "some.txt").write_bytes(bytes(range(32, 127)) * 3)
-    out = io.StringIO()
-    with pytest.MonkeyPatch.context() as patch, contextlib.redirect_stdout(out):
-        patch.chdir(folder)
-        patch.setenv("XLA_FLAGS", "")
-        patch.setattr(compare, "Bench", Recorded)
-        compare.main([*SIZES, "--text", "some.txt", "--runs", "2", "--warmup", "0", *arguments])
-    files = folder / "out" / name
-    assert sorted(file.name for file in files.iterdir()) == [f"{name}.json", f"{name}.png"]
-    record = json.loads((files / f"{name}.json").read_text())
-    return Run(record, (files / f"{name}.png").read_bytes(), out.getvalue(), *made)
+    return run_compare(folder, name, "Bench", [*SIZES, *arguments])
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +81,7 @@ def test_sweep_variants(sweep, name):
     assert v["changed"] == VARIANTS[name]
     comm = {"recv_rows_factor": None, **VARIANTS[name]}
     assert v["comm"] == dataclasses.asdict(CommConfig(**comm))
-    ledger = sweep.ledger(**comm)
+    ledger = ledger_of(sweep, **comm)
     assert v["bytes"] == ledger["forward"]
     assert v["rounds"] == ledger["rounds"]
     assert v["transport"] == ledger["transport"]
@@ -170,8 +141,8 @@ def test_options_of_packed_as_overrides(tmp_path):
     run = run_here(tmp_path, "compare", "--expert-parallel", "4", "--modes", "packed", "recv_rows_factor=2", *overrides)
     m = run.record["modes"]["packed"]
     assert run.record["workload"]["packed"] == dataclasses.asdict(CommConfig(**options))
-    assert m["bytes"] == run.ledger(**options)["forward"]
-    assert m["rounds"] == run.ledger(**options)["rounds"]
+    assert m["bytes"] == ledger_of(run, **options)["forward"]
+    assert m["rounds"] == ledger_of(run, **options)["rounds"]
     assert 1e-3 < m["relative_difference"] < 0.1
     assert m["collectives"]["all_to_all"]["straight"] == 4
     assert run.record["one_device"]["max_abs_diff"] < 1e-5  # where nothing travels, nothing is rounded
