@@ -7,15 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jax_ep import moe
+from _described import expert_mesh, lowered_layer
 from jax_ep.aot.fits import batch_shape, with_layers
 from jax_ep.aot.hosts import Host, described_devices, flags_for
 from jax_ep.config import MoEConfig
-from jax_ep.layer import init_params, param_shardings, resolve_transport
+from jax_ep.layer import resolve_transport
 from jax_ep.model_config import ModelConfig
 from jax_ep.models import decoder
 
@@ -60,8 +59,7 @@ class Compiled:
 
 def host_mesh(host: Host) -> Mesh:
     """All devices of a described host on the expert axis."""
-    devices = np.array(described_devices(host)).reshape(1, host.devices)
-    return Mesh(devices, ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
+    return expert_mesh(described_devices(host))
 
 
 def compile_for(asked: Asked, mesh: Mesh) -> Compiled:
@@ -70,25 +68,12 @@ def compile_for(asked: Asked, mesh: Mesh) -> Compiled:
     flags = flags_for(asked.host, transport)
     if not asked.flags and _SCHEDULER in flags:
         flags[_SCHEDULER] = False
-    lowered = _layer(asked, mesh) if asked.layers is None else _decoder(asked, mesh)
+    if asked.layers is None:
+        lowered = lowered_layer(asked.moe, mesh, asked.tokens, asked.task == "train")
+    else:
+        lowered = _decoder(asked, mesh)
     compiled = lowered.compile(compiler_options=dict(flags))
     return Compiled(compiled.as_text(), int(compiled.memory_analysis().temp_size_in_bytes), transport, flags)
-
-
-def _layer(asked: Asked, mesh: Mesh) -> Any:
-    config = asked.moe
-    params = jax.eval_shape(lambda: init_params(config, jax.random.key(0), ranks=asked.host.devices))
-    x = jax.ShapeDtypeStruct((asked.tokens * asked.host.devices, config.hidden_size), jnp.dtype(config.dtype))
-
-    def forward(params: Any, x: jax.Array) -> Any:
-        return moe(params, x, config, mesh=mesh)
-
-    def loss(params: Any, x: jax.Array) -> jax.Array:
-        return jnp.square(forward(params, x)[0].astype(jnp.float32)).sum()
-
-    run = jax.value_and_grad(loss, (0, 1)) if asked.task == "train" else forward
-    layout = (param_shardings(config, mesh), NamedSharding(mesh, P(("data", "expert"))))
-    return jax.jit(run, in_shardings=layout).lower(params, x)
 
 
 def _decoder(asked: Asked, mesh: Mesh) -> Any:

@@ -26,10 +26,6 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "-1"}  # before J
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")  # XLA warns of programs on ragged_dot that outgrow the card
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 from rich.console import Console
 from rich.table import Table
 
@@ -44,10 +40,10 @@ from _common import (
     run_main,
     write_files,
 )
-from jax_ep import MoEConfig, moe
+from _described import expert_mesh, lowered_layer
+from jax_ep import MoEConfig
 from jax_ep.aot.hosts import cards, described_devices
 from jax_ep.config import CommConfig, positive_int
-from jax_ep.layer import init_params, param_shardings
 
 CONFIGS = "mixtral_8x7b,qwen3_30b_a3b,deepseek_moe_16b"
 RECORD = "aot_kernels.json"
@@ -139,19 +135,7 @@ def faults(text: str, kernels: int) -> list[str]:
 
 
 def _compile(config: MoEConfig, card: str, tokens: int, backward: bool) -> Any:
-    mesh = Mesh(np.array(described_devices(card, 1)).reshape(1, 1), ("data", "expert"), axis_types=(AxisType.Auto,) * 2)
-    params = jax.eval_shape(lambda: init_params(config, jax.random.key(0), ranks=1))
-    x = jax.ShapeDtypeStruct((tokens, config.hidden_size), jnp.bfloat16)
-
-    def forward(params: Any, x: jax.Array) -> Any:
-        return moe(params, x, config, mesh=mesh)
-
-    def loss(params: Any, x: jax.Array) -> jax.Array:
-        return jnp.square(forward(params, x)[0].astype(jnp.float32)).sum()
-
-    run = jax.value_and_grad(loss, (0, 1)) if backward else forward
-    layout = (param_shardings(config, mesh), NamedSharding(mesh, P(("data", "expert"))))
-    return jax.jit(run, in_shardings=layout).lower(params, x).compile()
+    return lowered_layer(config, expert_mesh(described_devices(card, 1)), tokens, backward).compile()
 
 
 def print_table(record: dict[str, Any]) -> None:

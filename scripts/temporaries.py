@@ -25,17 +25,15 @@ os.environ |= {"JAX_PLATFORMS": "cpu", "CUDA_VISIBLE_DEVICES": "-1"}  # before J
 
 import jax
 import jax.numpy as jnp
-import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 from rich.console import Console
 from rich.table import Table
 
 import jax_ep.local
 from _common import Parser, UsageError, nearest, parse_value, refuse_bad_folder, run_main, write_files
-from jax_ep import CommConfig, MoEConfig, RouterConfig, moe
+from _described import expert_mesh, lowered_layer
+from jax_ep import CommConfig, MoEConfig, RouterConfig
 from jax_ep.aot.hosts import described_devices
-from jax_ep.layer import init_params, param_shardings
 
 CARD, RANKS = "rtx4090", 8
 SIZES = {"tokens": 2048, "hidden_size": 512, "intermediate_size": 512, "num_experts": 64, "top_k": 8}
@@ -53,9 +51,7 @@ def main(argv: Sequence[str]) -> None:
             raise UsageError(f"unknown key {key!r}{nearest(key, sizes)}")
         sizes[key] = parse_value(key, text, int)
     refuse_bad_folder(args.out, "temporaries.json")
-    mesh = Mesh(
-        np.array(described_devices(CARD, RANKS)).reshape(1, RANKS), ("data", "expert"), axis_types=(AxisType.Auto,) * 2
-    )
+    mesh = expert_mesh(described_devices(CARD, RANKS))
     rows = []
     console = Console(stderr=True)
     variants: list[tuple[float | None, dict[str, Any]]] = [(factor, {}) for factor in FACTORS]
@@ -97,22 +93,11 @@ def temporaries(sizes: dict[str, int], comm: CommConfig, mesh: Mesh, backward: b
     backend = "ragged_dot" if experts == "ragged_dot" else "auto"
     layer = MoEConfig(h, i, e, RouterConfig(k), comm, dtype="bfloat16", param_dtype="bfloat16")
     config = dataclasses.replace(layer, grouped_backend=backend)
-    params = jax.eval_shape(lambda: init_params(config, jax.random.key(0), ranks=RANKS))
-    x = jax.ShapeDtypeStruct((sizes["tokens"] * RANKS, h), jnp.bfloat16)
-
-    def forward(params: Any, x: jax.Array) -> Any:
-        return moe(params, x, config, mesh=mesh)
-
-    def loss(params: Any, x: jax.Array) -> jax.Array:
-        return jnp.square(forward(params, x)[0].astype(jnp.float32)).sum()
-
-    run = jax.value_and_grad(loss, (0, 1)) if backward else forward
-    layout = (param_shardings(config, mesh), NamedSharding(mesh, P(("data", "expert"))))
     with mock.patch.object(
         jax_ep.local, "apply_experts", _identity if experts == "identity" else jax_ep.local.apply_experts
     ):
         jax.clear_caches()  # the layer's own jit must not remember the other experts
-        compiled = jax.jit(run, in_shardings=layout).lower(params, x).compile()
+        compiled = lowered_layer(config, mesh, sizes["tokens"], backward).compile()
     return int(compiled.memory_analysis().temp_size_in_bytes)
 
 

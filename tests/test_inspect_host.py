@@ -300,7 +300,7 @@ def test_both_programs_lower_for_devices_that_are_here(mesh: Any, monkeypatch: p
     assert "all_to_all" in _inspect._decoder(one, eight).as_text()
     for task in ("train", "prefill"):
         layer = dataclasses.replace(one, task=task, layers=None)
-        assert "all_to_all" in _inspect._layer(layer, eight).as_text()
+        assert "all_to_all" in _inspect.lowered_layer(layer.moe, eight, layer.tokens, layer.task == "train").as_text()
 
 
 def test_the_mesh_is_one_row_of_experts(monkeypatch: pytest.MonkeyPatch) -> None:
